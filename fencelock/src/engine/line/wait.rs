@@ -1,0 +1,296 @@
+//! The engine over a store of lines: joins, waits to be told, and looks for itself when a watched session dies or a lease
+//! should have ended.
+
+use super::{Line, News, Place, Session, Shelf, Standing, State, Word, World};
+use crate::engine::{Capability, Engine};
+use crate::{
+    Claim, Clock, Error, Grant, Hold, Holder, Name, Owner, Release, Renewal, Result, Status, Token, Waiter,
+};
+use async_trait::async_trait;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry as Slot;
+use std::future::Future;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tokio::sync::{mpsc, oneshot};
+
+/// Keeps lines, one step at a time, and carries words to their sessions.
+pub(crate) trait LineStore: Send + Sync + 'static {
+    type Shelf: Shelf;
+    type World: World;
+
+    fn address(&self) -> &str;
+    fn capability(&self) -> Capability;
+    fn clock(&self) -> Clock;
+    fn inbox(&self) -> &Arc<Inbox>;
+
+    /// This client's session; made on first use.
+    fn session(&self) -> impl Future<Output = Result<Session>> + Send;
+
+    /// Runs one step on one line with nobody else at it, writes the result down, then tells whom it concerns. A line that
+    /// does not exist is made only with `make`; otherwise the step sees an empty one.
+    fn step<R, F>(&self, name: &Name, make: bool, step: F) -> impl Future<Output = Result<R>> + Send
+    where
+        R: Send + 'static,
+        F: FnOnce(&mut Line<'_, Self::Shelf, Self::World>) -> Result<R> + Send + 'static;
+
+    /// Resolves when one of these sessions has died.
+    fn watch(&self, sessions: &[Session]) -> impl Future<Output = ()> + Send;
+
+    /// Whether this client still stands on firm ground; asked before each batch of renewals.
+    fn sound(&self) -> bool {
+        true
+    }
+
+    /// The names in use that start with `prefix`.
+    fn names(&self, prefix: &str) -> impl Future<Output = Result<Vec<Name>>> + Send;
+
+    /// Receives words from other processes, for ever.
+    fn receive(&self) -> impl Future<Output = ()> + Send {
+        std::future::pending()
+    }
+
+    fn close(&self) -> impl Future<Output = Result<()>> + Send {
+        async { Ok(()) }
+    }
+}
+
+/// Where the words for this client's claims arrive.
+#[derive(Default)]
+pub(crate) struct Inbox {
+    waiting: Mutex<HashMap<Owner, oneshot::Sender<Place>>>,
+    lost: Mutex<Option<mpsc::UnboundedSender<Owner>>>,
+}
+
+impl Inbox {
+    fn waiting(&self) -> MutexGuard<'_, HashMap<Owner, oneshot::Sender<Place>>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn expect(self: &Arc<Self>, owner: Owner) -> Result<Expected> {
+        let (tell, told) = oneshot::channel();
+        match self.waiting().entry(owner) {
+            Slot::Occupied(_) => Err(Error::invalid(
+                "this owner is waiting for a lock already; an owner stands for one acquisition at a time",
+            )),
+            Slot::Vacant(slot) => {
+                slot.insert(tell);
+                Ok(Expected { inbox: Arc::clone(self), owner, told })
+            }
+        }
+    }
+
+    /// Takes in a word for this client. One that nobody expects belongs to a claim that was given up: its release is on
+    /// its way.
+    pub(crate) fn deliver(&self, owner: Owner, news: News) {
+        match news {
+            News::Granted(place) => {
+                if let Some(tell) = self.waiting().remove(&owner) {
+                    let _ = tell.send(place);
+                }
+            }
+            News::Lost => {
+                if let Some(lost) = &*self.lost.lock().unwrap_or_else(PoisonError::into_inner) {
+                    let _ = lost.send(owner);
+                }
+            }
+        }
+    }
+
+    fn report_losses_to(&self, lost: mpsc::UnboundedSender<Owner>) {
+        *self.lost.lock().unwrap_or_else(PoisonError::into_inner) = Some(lost);
+    }
+}
+
+/// A waiter's place in the inbox; goes away with the waiter.
+struct Expected {
+    inbox: Arc<Inbox>,
+    owner: Owner,
+    told: oneshot::Receiver<Place>,
+}
+
+impl Drop for Expected {
+    fn drop(&mut self) {
+        self.inbox.waiting().remove(&self.owner);
+    }
+}
+
+/// An engine that keeps lines in a [`LineStore`].
+pub(crate) struct LineEngine<S> {
+    store: S,
+}
+
+impl<S: LineStore> LineEngine<S> {
+    pub(crate) fn new(store: S) -> Self {
+        Self { store }
+    }
+
+    /// One pass through the line, from joining to holding. `None` if it was thrown out while it waited (it was stopped for so
+    /// long that it was granted and expired meanwhile).
+    async fn pass(&self, claim: &Claim, wait: bool) -> Result<Option<Standing>> {
+        let session = self.store.session().await?;
+        let mut expected = self.store.inbox().expect(claim.owner)?;
+        let joining = claim.clone();
+        let (number, mut standing) = self
+            .store
+            .step(&claim.name, true, move |line| {
+                let (number, standing) = line.join(&joining, session)?;
+                if !wait && !matches!(standing, Standing::Holds(_)) {
+                    line.leave(Some(number), joining.owner)?;
+                }
+                Ok((number, standing))
+            })
+            .await?;
+        loop {
+            let Standing::Waits { watch, look_again } = &standing else {
+                return Ok(Some(standing).filter(|standing| *standing != Standing::Gone));
+            };
+            if !wait {
+                return Ok(Some(standing));
+            }
+            tokio::select! {
+                biased;
+                Ok(place) = &mut expected.told => return Ok(Some(Standing::Holds(place))),
+                () = self.store.watch(watch) => {}
+                () = self.store.clock().sleep_until(*look_again) => {}
+            }
+            let owner = claim.owner;
+            standing = self.store.step(&claim.name, false, move |line| line.check(number, owner)).await?;
+        }
+    }
+
+    async fn status(&self, name: &Name) -> Result<Status> {
+        let entries = self.store.step(name, false, |line| line.entries()).await?;
+        let now = self.store.clock().now();
+        let mut status = Status::free(name.as_str());
+        for entry in entries {
+            let owner = entry.owner.short();
+            match entry.state {
+                State::Holding => status.holders.push(Holder {
+                    mode: entry.mode,
+                    token: Token::new(entry.token),
+                    owner,
+                    label: entry.label,
+                    held_for: now.since(entry.since),
+                    lease_left: entry.deadline.since(now),
+                }),
+                State::Waiting => status.waiters.push(Waiter {
+                    mode: entry.mode,
+                    owner,
+                    label: entry.label,
+                    waiting_for: now.since(entry.since),
+                }),
+                State::Gone => {}
+            }
+        }
+        Ok(status)
+    }
+}
+
+fn grant(place: Place) -> Grant {
+    Grant::new(Token::new(place.token), place.mode, place.from, place.number)
+}
+
+#[async_trait]
+impl<S: LineStore> Engine for LineEngine<S> {
+    fn address(&self) -> &str {
+        self.store.address()
+    }
+
+    fn capability(&self) -> Capability {
+        self.store.capability()
+    }
+
+    fn clock(&self) -> Clock {
+        self.store.clock()
+    }
+
+    async fn acquire(&self, claim: &Claim, wait: bool) -> Result<Option<Grant>> {
+        loop {
+            match self.pass(claim, wait).await? {
+                Some(Standing::Holds(place)) => return Ok(Some(grant(place))),
+                _ if !wait => return Ok(None),
+                _ => {}
+            }
+        }
+    }
+
+    async fn renew(&self, holds: &[Hold]) -> Result<Vec<Renewal>> {
+        let mut answers = Vec::with_capacity(holds.len());
+        let sound = self.store.sound();
+        for hold in holds {
+            let (seat, owner, ttl) = (hold.seat.unwrap_or(u64::MAX), hold.owner, hold.ttl);
+            let from = self.store.clock().now();
+            let stands = sound && self.store.step(&hold.name, false, move |line| line.renew(seat, owner, ttl)).await?;
+            answers.push(if stands { Renewal::Extended { from } } else { Renewal::Gone });
+        }
+        Ok(answers)
+    }
+
+    async fn release(&self, hold: &Hold) -> Result<Release> {
+        let (seat, owner) = (hold.seat, hold.owner);
+        let was = self.store.step(&hold.name, false, move |line| line.leave(seat, owner)).await?;
+        Ok(match was {
+            State::Holding => Release::Freed,
+            State::Waiting => Release::Withdrawn,
+            State::Gone => Release::NotHeld,
+        })
+    }
+
+    async fn standing(&self, name: &Name, owner: Owner) -> Result<Option<Grant>> {
+        let standing = self
+            .store
+            .step(name, false, move |line| {
+                line.reap()?;
+                line.settle()?;
+                match line.find(owner)? {
+                    Some(number) => line.look(number, owner),
+                    None => Ok(Standing::Gone),
+                }
+            })
+            .await?;
+        Ok(match standing {
+            Standing::Holds(place) => Some(grant(place)),
+            Standing::Waits { .. } | Standing::Gone => None,
+        })
+    }
+
+    async fn inspect(&self, name: &Name) -> Result<Status> {
+        self.status(name).await
+    }
+
+    async fn list(&self, prefix: &str) -> Result<Vec<Status>> {
+        let mut names = self.store.names(prefix).await?;
+        names.sort();
+        let mut found = Vec::new();
+        for name in names {
+            let status = self.status(&name).await?;
+            if !(status.holders.is_empty() && status.waiters.is_empty()) {
+                found.push(status);
+            }
+        }
+        Ok(found)
+    }
+
+    async fn evict(&self, name: &Name) -> Result<usize> {
+        self.store.step(name, false, |line| line.evict()).await
+    }
+
+    async fn drive(&self, lost: mpsc::UnboundedSender<Owner>) {
+        self.store.inbox().report_losses_to(lost);
+        self.store.receive().await;
+    }
+
+    async fn close(&self) -> Result<()> {
+        self.store.close().await
+    }
+}
+
+/// Splits words into those for this session, which are delivered, and those for others, which are returned.
+pub(crate) fn deliver_own(inbox: &Inbox, session: Option<Session>, words: Vec<Word>) -> Vec<Word> {
+    let (own, others): (Vec<Word>, Vec<Word>) = words.into_iter().partition(|word| Some(word.to) == session);
+    for word in own {
+        inbox.deliver(word.owner, word.news);
+    }
+    others
+}
+

@@ -1,1 +1,36 @@
-//! x
+//! What proves the promises of fencelock, on every engine alike.
+//!
+//! | module | what it is for |
+//! | --- | --- |
+//! | [`conformance`] | the suite; [`conformance!`] instantiates all of it for one engine |
+//! | [`probe`] | a process of its own that holds locks, to be killed, stopped and continued |
+//! | [`history`] | a record of what happened to locks, and a checker that finds what must not have happened |
+//! | [`torture`] | processes that hammer an engine under the eyes of the checker; `fencelock torture` |
+//! | [`sabotage`] | engines that break one promise each: they prove that suite and checker can fail |
+//! | [`redis`] | real Redis servers, which can be stopped, killed and started again |
+//! | [`proxy`] | the network between a client and a server, with faults |
+//! | [`measure`] | throughput and latency; `fencelock bench` |
+//! | [`scripted`] | an engine that answers as it is told: late, never, wrongly; for the keeper |
+
+#![forbid(unsafe_code)]
+
+pub mod ask;
+pub mod conformance;
+pub mod history;
+pub mod kind;
+pub mod measure;
+pub mod probe;
+pub mod proxy;
+pub mod redis;
+pub mod relay;
+pub mod rng;
+pub mod sabotage;
+pub mod scripted;
+pub mod stepped;
+pub mod subject;
+pub mod torture;
+pub mod wait;
+
+pub use kind::{Kind, Lock};
+pub use probe::Probe;
+pub use subject::Subject;

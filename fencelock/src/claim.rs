@@ -86,15 +86,9 @@ impl FromStr for Owner {
 
     fn from_str(text: &str) -> Result<Self> {
         let digits = text.len() == 32 && text.bytes().all(|b| b.is_ascii_hexdigit());
-        digits
-            .then(|| u128::from_str_radix(text, 16).ok())
-            .flatten()
-            .map(Self)
-            .ok_or_else(|| {
-                Error::invalid(
-                    "an owner is 32 hexadecimal digits, as FENCELOCK_OWNER or Guard::owner() give it",
-                )
-            })
+        digits.then(|| u128::from_str_radix(text, 16).ok()).flatten().map(Self).ok_or_else(|| {
+            Error::invalid("an owner is 32 hexadecimal digits, as FENCELOCK_OWNER or Guard::owner() give it")
+        })
     }
 }
 
@@ -131,12 +125,20 @@ pub struct Grant {
     pub from: Moment,
     /// Where the engine keeps the claim; means something to the engine only.
     pub seat: u64,
+    /// How long the lease is until the first renewal, if shorter than the claim's ttl: then it is renewed at once.
+    pub provisional: Option<Duration>,
 }
 
 impl Grant {
     /// A grant of `token`, whose lease began at `from`.
     pub fn new(token: Token, mode: Mode, from: Moment, seat: u64) -> Self {
-        Self { token, mode, from, seat }
+        Self { token, mode, from, seat, provisional: None }
+    }
+
+    /// The same grant, good for `lease` only until it is renewed.
+    #[must_use]
+    pub fn provisional(self, lease: Duration) -> Self {
+        Self { provisional: Some(lease), ..self }
     }
 }
 

@@ -31,12 +31,13 @@ use std::time::Duration;
 /// # Ok(()) }
 /// ```
 pub async fn connect(url: impl AsRef<str>) -> Result<Client> {
-    let mut url = Url::parse(url.as_ref()).map_err(|error| error.during("connect"))?;
+    let text = url.as_ref();
+    let mut url = Url::parse(text).map_err(|error| error.during("connect"))?;
     let ttl = url.take_duration("ttl").map_err(|error| error.during("connect"))?;
     if let Some(ttl) = ttl {
-        check_ttl(ttl)?;
+        check_ttl(ttl).map_err(|error| error.during("connect"))?;
     }
-    let engine = engine::open(&url).await.map_err(|error| error.during("connect"))?;
+    let engine = engine::open(&url, text).await.map_err(|error| error.during("connect"))?;
     Ok(Client::build(engine, ttl.unwrap_or(DEFAULT_TTL)))
 }
 
@@ -185,7 +186,8 @@ impl Client {
         &self.0.keeper
     }
 
-    pub(crate) fn default_ttl(&self) -> Duration {
+    /// The lease of locks that ask for no other: the URL's `ttl`, or 30 s.
+    pub fn default_ttl(&self) -> Duration {
         self.0.ttl
     }
 
@@ -210,10 +212,12 @@ impl Client {
         {
             return Ok(Some(held));
         }
+        let keeper = &self.0.keeper;
+        let claim = |wait| keeper.unless_closed(self.claim(request, wait));
         match wait {
-            Wait::No => self.claim(request, false).await.map_err(told),
-            Wait::Forever => self.claim(request, true).await.map_err(told),
-            Wait::AtMost(span) => match tokio::time::timeout(span, self.claim(request, true)).await {
+            Wait::No => claim(false).await.map_err(told),
+            Wait::Forever => claim(true).await.map_err(told),
+            Wait::AtMost(span) => match tokio::time::timeout(span, claim(true)).await {
                 Ok(answer) => answer.map_err(told),
                 Err(_) => Err(told(Error::new(
                     ErrorKind::Timeout,
@@ -250,20 +254,31 @@ impl Client {
         loop {
             // Whatever ends this future early (a timeout, a drop, an error after the request was sent) leaves nothing behind.
             let ending = Ending::new(self.clone(), Hold::of(claim, None));
-            let Some(grant) = self.0.engine.acquire(claim, wait).await? else {
-                ending.call_off();
-                return Ok(None);
+            let grant = match self.0.engine.acquire(claim, wait).await {
+                Ok(Some(grant)) => grant,
+                Ok(None) => {
+                    ending.call_off();
+                    return Ok(None);
+                }
+                Err(error) => {
+                    // A claim that was refused has left nothing; giving it up would hit another one of the same owner.
+                    if matches!(error.kind(), ErrorKind::Invalid | ErrorKind::Unsupported) {
+                        ending.call_off();
+                    }
+                    return Err(error);
+                }
             };
-            ending.call_off();
             let hold = Hold::of(claim, Some(grant.seat));
             if let Some(held) = self.0.keeper.keep(hold, &grant, request.max_hold, false) {
+                ending.call_off();
                 return Ok(Some(held));
             }
-            // The answer took longer than the lease: it counts as not acquired, and was released.
+            // The answer took longer than the lease: it counts as not acquired, and goes back. An error is no news here; the
+            // release then goes on in the background.
+            let _ = ending.finish().await;
             if !wait {
                 return Ok(None);
             }
-            self.0.keeper.settled().await;
         }
     }
 }
@@ -314,4 +329,3 @@ pub(crate) fn fit_label(label: &str) -> String {
     }
     label[..end].to_owned()
 }
-

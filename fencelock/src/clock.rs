@@ -69,6 +69,9 @@ impl Clock {
     /// # Cancellation safety
     /// Dropping the future has no effect.
     pub async fn sleep_until(self, moment: Moment) {
+        if moment == Moment::NEVER {
+            std::future::pending::<()>().await;
+        }
         loop {
             let left = moment.since(self.now());
             if left.is_zero() {

@@ -47,14 +47,7 @@ pub enum ErrorKind {
 impl Error {
     /// An error of this kind with a sentence for people.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Self(Box::new(Inner {
-            kind,
-            message: message.into(),
-            operation: None,
-            name: None,
-            engine: None,
-            source: None,
-        }))
+        Self(Box::new(Inner { kind, message: message.into(), operation: None, name: None, engine: None, source: None }))
     }
 
     pub(crate) fn invalid(message: impl Into<String>) -> Self {
@@ -113,17 +106,12 @@ impl Error {
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let inner = &*self.0;
-        if let Some(operation) = inner.operation {
-            write!(f, "{operation} ")?;
-        }
-        if let Some(name) = &inner.name {
-            write!(f, "{name:?} ")?;
-        }
-        if let Some(engine) = &inner.engine {
-            write!(f, "on {engine}")?;
-        }
-        if inner.operation.is_some() || inner.name.is_some() || inner.engine.is_some() {
-            f.write_str(": ")?;
+        let operation = inner.operation.map(str::to_owned);
+        let name = inner.name.as_ref().map(|name| format!("{name:?}"));
+        let engine = inner.engine.as_ref().map(|engine| format!("on {engine}"));
+        let context: Vec<String> = [operation, name, engine].into_iter().flatten().collect();
+        if !context.is_empty() {
+            write!(f, "{}: ", context.join(" "))?;
         }
         f.write_str(&inner.message)?;
         if let Some(source) = &inner.source {
@@ -172,10 +160,9 @@ mod tests {
             .of_lock("a\nb")
             .at_engine("file:/tmp/x");
         let text = error.to_string();
-        assert!(
-            text.starts_with(r#"acquire "a\nb" on file:/tmp/x: the disk is full; free some space ("#),
-            "{text}"
-        );
+        assert!(text.starts_with(r#"acquire "a\nb" on file:/tmp/x: the disk is full; free some space ("#), "{text}");
         assert!(!text.contains('\n'));
+        let short = Error::invalid("no").during("connect");
+        assert_eq!(short.to_string(), "connect: no");
     }
 }

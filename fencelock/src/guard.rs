@@ -166,10 +166,11 @@ impl Guard {
         let Some(ending) = self.count_out(held) else {
             return held.loss().map_or(Ok(()), |loss| Err(lost(loss)));
         };
-        match ending.finish().await {
-            Ok(Release::Freed) => Ok(()),
-            Ok(_) => Err(lost(Loss::Taken)),
-            Err(error) => Err(told(error)),
+        match (ending.finish().await, held.loss()) {
+            (_, Some(loss)) => Err(lost(loss)),
+            (Ok(Release::Freed), None) => Ok(()),
+            (Ok(_), None) => Err(lost(Loss::Taken)),
+            (Err(error), None) => Err(told(error)),
         }
     }
 
@@ -183,8 +184,9 @@ impl Guard {
         if !held.exit() {
             return None;
         }
-        self.client.keeper().forget(held);
-        let ours = held.mark_released().is_ok() && !held.borrowed;
+        let cared_for = self.client.keeper().forget(held);
+        // A loss that the keeper has not dealt with yet: nobody else tells the engine.
+        let ours = (held.mark_released().is_ok() || cared_for) && !held.borrowed;
         ours.then(|| Ending::new(self.client.clone(), held.hold.clone()))
     }
 }
@@ -224,7 +226,8 @@ impl Ending {
         self.hold = None;
     }
 
-    async fn finish(mut self) -> Result<Release> {
+    /// Tells the engine, and what it answered.
+    pub(crate) async fn finish(mut self) -> Result<Release> {
         let Some(hold) = self.hold.clone() else { return Ok(Release::NotHeld) };
         let answer = self.client.engine().release(&hold).await?;
         self.hold = None;

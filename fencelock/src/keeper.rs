@@ -9,7 +9,7 @@ use crate::engine::Engine;
 use crate::{Clock, Error, ErrorKind, Grant, Hold, Mode, Moment, Owner, Renewal, Result, Token};
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
@@ -21,6 +21,8 @@ use tokio::sync::{Notify, mpsc};
 const COALESCE: u32 = 12;
 /// The largest number of leases in one renewal call.
 const BATCH: usize = 1_000;
+/// How many words of loss that came before their grants are remembered.
+const EARLY: usize = 1_024;
 /// How long a runtime that shuts down, or a drop outside of any runtime, may be held up by a last release.
 const LAST_RELEASE: Duration = Duration::from_secs(2);
 /// How long one attempt of a background release may take.
@@ -154,18 +156,15 @@ impl Held {
     }
 
     fn leave_held(&self, state: u8) -> bool {
-        let left = self
-            .state
-            .compare_exchange(HELD, state, Ordering::AcqRel, Ordering::Acquire)
-            .is_ok();
+        let left = self.state.compare_exchange(HELD, state, Ordering::AcqRel, Ordering::Acquire).is_ok();
         if left {
             self.changed.notify_waiters();
         }
         left
     }
 
-    fn extend(&self, from: Moment) {
-        let until = from.after(self.hold.ttl.saturating_sub(margin(self.hold.ttl))).min(self.cap);
+    fn extend(&self, from: Moment, lease: Duration) {
+        let until = from.after(lease.saturating_sub(margin(lease))).min(self.cap);
         self.deadline.fetch_max(until.as_nanos(), Ordering::AcqRel);
     }
 }
@@ -192,6 +191,8 @@ struct Table {
     jobs: BTreeMap<u64, Hold>,
     /// Those of them that nobody has started.
     fresh: Vec<u64>,
+    /// Owners whose lock was taken away before they were known here: the word was faster than the grant.
+    taken_early: VecDeque<Owner>,
     next_id: u64,
 }
 
@@ -222,6 +223,10 @@ pub(crate) struct Keeper {
     ended: AtomicBool,
     /// `close` was called: nothing new is acquired.
     closed: AtomicBool,
+    /// Told when `closed` is set.
+    closing: Notify,
+    /// Acquires under way: the task outlives them, so that what they give up is released.
+    acquiring: AtomicUsize,
 }
 
 impl Keeper {
@@ -235,6 +240,8 @@ impl Keeper {
             running: AtomicBool::new(false),
             ended: AtomicBool::new(false),
             closed: AtomicBool::new(false),
+            closing: Notify::new(),
+            acquiring: AtomicUsize::new(0),
         })
     }
 
@@ -246,24 +253,50 @@ impl Keeper {
     /// Starts the task if it is not running. Called before every acquire.
     pub(crate) fn ensure(self: &Arc<Self>) -> Result<()> {
         if self.closed.load(Ordering::Acquire) {
-            return Err(Error::new(ErrorKind::Unavailable, "this client was closed; connect again"));
+            return Err(closed());
         }
         if self.running.load(Ordering::Acquire) {
             return Ok(());
         }
-        let runtime = tokio::runtime::Handle::try_current().map_err(|error| {
-            Error::invalid("locks are acquired inside of a tokio runtime").caused_by(error)
-        })?;
+        let runtime = tokio::runtime::Handle::try_current()
+            .map_err(|error| Error::invalid("locks are acquired inside of a tokio runtime").caused_by(error))?;
         if !self.running.swap(true, Ordering::AcqRel) {
-            runtime.spawn(Arc::clone(self).run());
+            // Made here, not in the task: a runtime that is dropped at once may never poll it.
+            let alive = Alive(Arc::clone(self));
+            runtime.spawn(async move { alive.0.run().await });
         }
         Ok(())
     }
 
-    /// Takes a grant into care. `None` when its lease is over already (a slow answer): it was released again.
-    pub(crate) fn keep(&self, hold: Hold, grant: &Grant, max_hold: Option<Duration>, borrowed: bool) -> Option<Arc<Held>> {
+    /// Runs an acquire, unless the client is closed meanwhile.
+    pub(crate) async fn unless_closed<T>(&self, acquire: impl Future<Output = Result<T>>) -> Result<T> {
+        let _acquiring = Acquiring::new(self);
+        let mut closing = pin!(self.closing.notified());
+        closing.as_mut().enable();
+        if self.closed.load(Ordering::Acquire) {
+            return Err(closed());
+        }
+        tokio::select! {
+            biased;
+            outcome = acquire => outcome,
+            () = closing => Err(closed()),
+        }
+    }
+
+    /// Takes a grant into care. `None` when it is over already: the answer took too long, or it was taken away meanwhile.
+    pub(crate) fn keep(
+        &self,
+        hold: Hold,
+        grant: &Grant,
+        max_hold: Option<Duration>,
+        borrowed: bool,
+    ) -> Option<Arc<Held>> {
         let cap = max_hold.map_or(Moment::NEVER, |span| grant.from.after(span));
         let mut table = self.table();
+        if let Some(at) = table.taken_early.iter().position(|owner| *owner == hold.owner) {
+            table.taken_early.remove(at);
+            return None;
+        }
         table.next_id += 1;
         let held = Arc::new(Held {
             id: table.next_id,
@@ -279,36 +312,29 @@ impl Keeper {
             changed: Notify::new(),
             hold,
         });
-        held.extend(grant.from);
+        held.extend(grant.from, grant.provisional.unwrap_or(held.hold.ttl));
         if held.deadline() <= self.clock.now() {
-            drop(table);
-            if !borrowed {
-                self.release_later(held.hold.clone());
-            }
             return None;
         }
-        self.plan(&mut table, Arc::clone(&held), grant.from);
+        let renewal = if grant.provisional.is_some() { grant.from } else { grant.from.after(held.hold.ttl / 3) };
+        self.plan(&mut table, Arc::clone(&held), renewal);
         Some(held)
     }
 
     /// Puts a lease in the queue: the next renewal, or its end when that comes first.
-    fn plan(&self, table: &mut Table, held: Arc<Held>, from: Moment) {
-        let renewal = from.after(held.hold.ttl / 3);
+    fn plan(&self, table: &mut Table, held: Arc<Held>, renewal: Moment) {
         let deadline = held.deadline();
-        let (task, at) = if deadline >= held.cap || renewal >= deadline {
-            (Task::Expire, deadline)
-        } else {
-            (Task::Renew, renewal)
-        };
+        let (task, at) =
+            if deadline >= held.cap || renewal >= deadline { (Task::Expire, deadline) } else { (Task::Renew, renewal) };
         table.schedule(held, task, at);
         if at < table.sleeps_until {
             self.wake.notify_one();
         }
     }
 
-    /// Stops caring for a lease: it is about to be released.
-    pub(crate) fn forget(&self, held: &Held) {
-        self.table().remove(held);
+    /// Stops caring for a lease: it is about to be released. False if it was not cared for any more.
+    pub(crate) fn forget(&self, held: &Held) -> bool {
+        self.table().remove(held)
     }
 
     /// Asks the engine, now, whether the hold still stands; extends it if so.
@@ -326,11 +352,11 @@ impl Keeper {
     }
 
     fn extended(&self, held: &Arc<Held>, from: Moment) {
-        held.extend(from);
+        held.extend(from, held.hold.ttl);
         let mut table = self.table();
         // Not in the queue: it was released or lost meanwhile. It must not come back.
         if table.remove(held) {
-            self.plan(&mut table, Arc::clone(held), from);
+            self.plan(&mut table, Arc::clone(held), from.after(held.hold.ttl / 3));
         }
     }
 
@@ -338,10 +364,11 @@ impl Keeper {
         self.table().remove(held);
         if held.end(loss) {
             tracing::warn!(name = %held.hold.name, token = %held.token, "lock lost: {loss}");
-            // Also when the engine took it: whatever the engine keeps for this owner must go.
-            if !held.borrowed {
-                self.release_later(held.hold.clone());
-            }
+        }
+        // Also when the engine took it, or somebody who awaits the loss found it first: whatever the engine keeps for this owner
+        // must go.
+        if held.loss().is_some() && !held.borrowed {
+            self.release_later(held.hold.clone());
         }
     }
 
@@ -404,6 +431,7 @@ impl Keeper {
         // The task does the work; it may have died with an earlier runtime.
         let _ = self.ensure();
         self.closed.store(true, Ordering::Release);
+        self.closing.notify_waiters();
         let held: Vec<Arc<Held>> = self.table().queue.values().map(|due| Arc::clone(&due.held)).collect();
         for held in &held {
             self.lose(held, Loss::Closed);
@@ -419,8 +447,7 @@ impl Keeper {
         }
     }
 
-    async fn run(self: Arc<Self>) {
-        let _alive = Alive(Arc::clone(&self));
+    async fn run(&self) {
         let (lost, mut taken) = mpsc::unbounded_channel();
         let engine = Arc::clone(&self.engine);
         let mut drive = pin!(async move { engine.drive(lost).await });
@@ -439,13 +466,18 @@ impl Keeper {
             for chunk in batch.chunks(BATCH) {
                 renewals.push(self.renew(chunk.to_vec()));
             }
-            if self.ended.load(Ordering::Acquire) && releases.is_empty() {
+            if self.ended.load(Ordering::Acquire) && releases.is_empty() && self.is_idle() {
                 break;
             }
             tokio::select! {
                 Some(()) = renewals.next(), if !renewals.is_empty() => {}
                 Some(()) = releases.next(), if !releases.is_empty() => {}
-                Some(owner) = taken.recv() => self.taken(owner),
+                Some(owner) = taken.recv() => {
+                    let unsure = self.taken(owner);
+                    if !unsure.is_empty() {
+                        renewals.push(self.renew(unsure));
+                    }
+                }
                 () = &mut drive, if driving => driving = false,
                 () = self.wake.notified() => {}
                 () = self.clock.sleep_until(next) => {}
@@ -455,6 +487,11 @@ impl Keeper {
         if let Err(error) = self.engine.close().await {
             tracing::warn!("closing the engine: {error}");
         }
+    }
+
+    /// Nobody is acquiring, and nothing is left to be released.
+    fn is_idle(&self) -> bool {
+        self.acquiring.load(Ordering::Acquire) == 0 && self.table().jobs.is_empty()
     }
 
     fn fresh_jobs(&self) -> Vec<(u64, Hold)> {
@@ -554,18 +591,26 @@ impl Keeper {
         self.progress.notify_waiters();
     }
 
-    /// The engine took the lock of this owner away. Rare, so a search through the queue will do.
-    fn taken(&self, owner: Owner) {
-        let lost: Vec<Arc<Held>> = self
-            .table()
-            .queue
-            .values()
-            .filter(|due| due.held.hold.owner == owner)
-            .map(|due| Arc::clone(&due.held))
-            .collect();
-        for held in lost {
-            self.lose(&held, Loss::Taken);
+    /// The engine took a lock of this owner away. Rare, so a search through the queue will do. Returns those that must be asked
+    /// for: an owner of several locks may have lost only one of them.
+    fn taken(&self, owner: Owner) -> Vec<Arc<Held>> {
+        let lost: Vec<Arc<Held>> = {
+            let mut table = self.table();
+            let of_owner = table.queue.values().filter(|due| due.held.hold.owner == owner);
+            let lost: Vec<_> = of_owner.map(|due| Arc::clone(&due.held)).collect();
+            if lost.is_empty() {
+                table.taken_early.push_back(owner);
+                if table.taken_early.len() > EARLY {
+                    table.taken_early.pop_front();
+                }
+            }
+            lost
+        };
+        match lost.as_slice() {
+            [held] => self.lose(held, Loss::Taken),
+            several => return several.to_vec(),
         }
+        Vec::new()
     }
 
     /// Waits until no background release is pending; for tests and orderly ends.
@@ -577,6 +622,28 @@ impl Keeper {
                 return;
             }
             progress.await;
+        }
+    }
+}
+
+fn closed() -> Error {
+    Error::new(ErrorKind::Unavailable, "this client was closed; connect again")
+}
+
+/// An acquire under way.
+struct Acquiring<'a>(&'a Keeper);
+
+impl<'a> Acquiring<'a> {
+    fn new(keeper: &'a Keeper) -> Self {
+        keeper.acquiring.fetch_add(1, Ordering::AcqRel);
+        Self(keeper)
+    }
+}
+
+impl Drop for Acquiring<'_> {
+    fn drop(&mut self) {
+        if self.0.acquiring.fetch_sub(1, Ordering::AcqRel) == 1 && self.0.ended.load(Ordering::Acquire) {
+            self.0.wake.notify_one();
         }
     }
 }

@@ -60,3 +60,8 @@ pub use primitive::{All, Election, Mutex, RwLock, Semaphore};
 pub use status::{Holder, Status, Waiter};
 pub use token::Token;
 pub use url::parse_duration;
+
+/// The README's example compiles.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+struct Readme;

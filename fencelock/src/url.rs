@@ -47,10 +47,7 @@ impl Url {
     /// Takes an option that is a span of time.
     pub(crate) fn take_duration(&mut self, key: &str) -> Result<Option<Duration>> {
         self.take(key)
-            .map(|text| {
-                parse_duration(&text)
-                    .map_err(|error| Error::invalid(format!("option {key}={text}: {error}")))
-            })
+            .map(|text| parse_duration(&text).map_err(|error| Error::invalid(format!("option {key}={text}: {error}"))))
             .transpose()
     }
 
@@ -68,7 +65,8 @@ impl Url {
 }
 
 fn decode(text: &str) -> Result<String> {
-    let bad = || Error::invalid(format!("{text:?} has a bad percent escape; write % as %25"));
+    // The text may hold a password: it is not shown.
+    let bad = || Error::invalid("the engine's URL has a bad percent escape; write % as %25");
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.bytes();
     while let Some(byte) = rest.next() {
@@ -96,11 +94,8 @@ fn decode(text: &str) -> Result<String> {
 /// # Ok::<(), fencelock::Error>(())
 /// ```
 pub fn parse_duration(text: &str) -> Result<Duration> {
-    let bad = || {
-        Error::invalid(format!(
-            "{text:?} is not a span of time; write a number and a unit: 250ms, 30s, 5m, 1h30m"
-        ))
-    };
+    let bad =
+        || Error::invalid(format!("{text:?} is not a span of time; write a number and a unit: 250ms, 30s, 5m, 1h30m"));
     let mut total = Duration::ZERO;
     let mut rest = text.trim();
     if rest.is_empty() {
@@ -155,7 +150,15 @@ mod tests {
 
     #[test]
     fn durations_are_read() {
-        for (text, millis) in [("0s", 0), ("250ms", 250), ("30s", 30_000), ("1h30m", 5_400_000), ("2m5s", 125_000), ("1.5s", 1500), ("1d", 86_400_000)] {
+        for (text, millis) in [
+            ("0s", 0),
+            ("250ms", 250),
+            ("30s", 30_000),
+            ("1h30m", 5_400_000),
+            ("2m5s", 125_000),
+            ("1.5s", 1500),
+            ("1d", 86_400_000),
+        ] {
             assert_eq!(parse_duration(text).unwrap(), Duration::from_millis(millis), "{text}");
         }
         for bad in ["", "5", "s", "-5s", "5 parsecs", "1e9h", "5s5", "99999999999999999999d", "nan s", "1..5s"] {

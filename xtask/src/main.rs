@@ -1,2 +1,66 @@
-//! x
-fn main(){}
+//! The project's chores: `cargo xtask test` and friends. Needs nothing but Rust's toolchain.
+
+use std::process::{Command, ExitCode};
+use std::time::Instant;
+
+const USAGE: &str = "usage: cargo xtask COMMAND
+
+  test [ARGS…]   run every test of the workspace; ARGS go to cargo test
+  lint           formatting, clippy and documentation, warnings are errors
+  bench          compare the file engine with raw system calls, and print ratios";
+
+/// One step of a chore: what it is for, and the arguments of cargo.
+type Step<'a> = (&'a str, Vec<&'a str>);
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let rest: Vec<&str> = args.iter().skip(1).map(String::as_str).collect();
+    let steps: Vec<Step<'_>> = match args.first().map(String::as_str) {
+        Some("test") => test(&rest),
+        Some("lint") if rest.is_empty() => lint(),
+        Some("bench") if rest.is_empty() => vec![("benchmark", vec!["bench", "-p", "fencelock", "--bench", "file"])],
+        _ => {
+            eprintln!("{USAGE}");
+            return ExitCode::from(64);
+        }
+    };
+    for (what, args) in steps {
+        if !cargo(what, &args) {
+            return ExitCode::FAILURE;
+        }
+    }
+    ExitCode::SUCCESS
+}
+
+fn test<'a>(rest: &[&'a str]) -> Vec<Step<'a>> {
+    let mut all = vec!["test", "--workspace", "--all-features"];
+    all.extend(rest);
+    vec![
+        // Every feature must also build without the others.
+        ("the library without any engine's feature", vec!["check", "--quiet", "-p", "fencelock", "--no-default-features"]),
+        ("all tests", all),
+    ]
+}
+
+fn lint<'a>() -> Vec<Step<'a>> {
+    vec![
+        ("formatting", vec!["fmt", "--all", "--check"]),
+        ("clippy", vec!["clippy", "--workspace", "--all-targets", "--all-features", "--", "-D", "warnings"]),
+        ("documentation", vec!["doc", "--workspace", "--no-deps", "--all-features", "--document-private-items"]),
+    ]
+}
+
+fn cargo(what: &str, args: &[&str]) -> bool {
+    eprintln!("xtask: {what}: cargo {}", args.join(" "));
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let start = Instant::now();
+    let status = Command::new(cargo).args(args).env("RUSTDOCFLAGS", "-D warnings").status();
+    let done = matches!(&status, Ok(status) if status.success());
+    let verdict = match &status {
+        Ok(_) if done => "ok".to_owned(),
+        Ok(status) => format!("FAILED ({status})"),
+        Err(error) => format!("cannot run cargo: {error}"),
+    };
+    eprintln!("xtask: {what}: {verdict} after {:.0?}", start.elapsed());
+    done
+}

@@ -92,15 +92,12 @@ impl MemoryShelf {
     }
 
     /// Drops what the line has passed.
-    fn trim(&mut self) {
-        if self.head.end == 0 {
-            self.entries.clear();
-            self.base = 0;
-        }
+    pub(super) fn trim(&mut self) {
         while self.base < self.head.first {
             self.entries.pop_front();
             self.base += 1;
         }
+        self.entries.truncate(usize::try_from(self.head.end - self.base).unwrap_or(usize::MAX));
     }
 }
 
@@ -124,6 +121,11 @@ impl Shelf for MemoryShelf {
             None => self.entries.push_back(entry.clone()),
         }
         Ok(())
+    }
+
+    fn clear(&mut self) {
+        self.entries.clear();
+        self.base = 0;
     }
 }
 

@@ -8,6 +8,8 @@ pub(crate) mod file;
 pub(crate) mod line;
 pub use line::rule;
 pub(crate) mod memory;
+#[cfg(feature = "redis")]
+pub(crate) mod redis;
 
 use crate::{Claim, Clock, Error, ErrorKind, Grant, Hold, Name, Owner, Release, Renewal, Result, Status};
 use async_trait::async_trait;
@@ -109,10 +111,11 @@ pub enum Purpose {
 }
 
 /// Which engine a URL asks for.
-pub(crate) async fn open(url: &crate::url::Url) -> Result<std::sync::Arc<dyn Engine>> {
+pub(crate) async fn open(url: &crate::url::Url, text: &str) -> Result<std::sync::Arc<dyn Engine>> {
     match url.scheme.as_str() {
         "memory" => Ok(std::sync::Arc::new(memory::open(url)?)),
         "file" => open_file(url).await,
+        "redis" | "rediss" | "redis+unix" => open_redis(url, text).await,
         other => Err(unknown_scheme(other)),
     }
 }
@@ -124,21 +127,38 @@ async fn open_file(url: &crate::url::Url) -> Result<std::sync::Arc<dyn Engine>> 
 
 #[cfg(not(all(feature = "file", target_os = "linux")))]
 async fn open_file(_: &crate::url::Url) -> Result<std::sync::Arc<dyn Engine>> {
-    Err(Error::new(
-        ErrorKind::Unsupported,
-        "the file engine needs Linux and the cargo feature `file`",
-    ))
+    Err(Error::new(ErrorKind::Unsupported, "the file engine needs Linux and the cargo feature `file`"))
+}
+
+#[cfg(feature = "redis")]
+async fn open_redis(url: &crate::url::Url, text: &str) -> Result<std::sync::Arc<dyn Engine>> {
+    Ok(std::sync::Arc::new(redis::open(url, text).await?))
+}
+
+#[cfg(not(feature = "redis"))]
+async fn open_redis(url: &crate::url::Url, _: &str) -> Result<std::sync::Arc<dyn Engine>> {
+    Err(Error::new(ErrorKind::Unsupported, format!("{}: needs the cargo feature `redis`", url.scheme)))
 }
 
 fn unknown_scheme(scheme: &str) -> Error {
-    let planned = ["redis", "rediss", "redis+unix", "redis+sentinel", "redis+cluster", "redlock", "zk", "etcd", "etcds", "postgres", "mysql"];
+    let planned = [
+        "redis",
+        "rediss",
+        "redis+unix",
+        "redis+sentinel",
+        "redis+cluster",
+        "redlock",
+        "zk",
+        "etcd",
+        "etcds",
+        "postgres",
+        "mysql",
+    ];
     if planned.contains(&scheme) {
         return Error::new(
             ErrorKind::Unsupported,
             format!("this version has no engine for {scheme}: yet; it knows file: and memory:"),
         );
     }
-    Error::invalid(format!(
-        "unknown scheme {scheme:?} in the engine's URL; use file:/path or memory:"
-    ))
+    Error::invalid(format!("unknown scheme {scheme:?} in the engine's URL; use file:/path or memory:"))
 }

@@ -80,22 +80,29 @@ impl All {
         if self.names.is_empty() {
             return Err(Error::invalid("no lock was named; give at least one name").during("acquire"));
         }
+        // One owner for all of them: who knows it can re-enter each.
+        let owner = self.options.an_owner();
         // A bad name among them is told before anything is touched.
         for name in &self.names {
-            self.options.request(name, Mode::Exclusive)?;
+            self.options.request(name, Mode::Exclusive, owner)?;
         }
         let mut sorted: Vec<&String> = self.names.iter().collect();
         sorted.sort();
         let until = match wait {
-            Wait::AtMost(span) => Some(Instant::now() + span),
+            // A span beyond the clock's end is for ever.
+            Wait::AtMost(span) => Instant::now().checked_add(span),
             Wait::No | Wait::Forever => None,
         };
         // Each part becomes a guard at once, so that it is released if a later one fails or this future is dropped.
         let mut guards: Vec<Guard> = Vec::with_capacity(sorted.len());
         let mut parts: Vec<Arc<Held>> = Vec::with_capacity(sorted.len());
         for name in sorted {
-            let wait = until.map_or(wait, |until| Wait::AtMost(until.saturating_duration_since(Instant::now())));
-            let Some(held) = self.options.hold(name, Mode::Exclusive, wait).await? else {
+            let wait = match (until, wait) {
+                (Some(until), _) => Wait::AtMost(until.saturating_duration_since(Instant::now())),
+                (None, Wait::AtMost(_)) => Wait::Forever,
+                (None, wait) => wait,
+            };
+            let Some(held) = self.options.hold(name, Mode::Exclusive, owner, wait).await? else {
                 return Ok(None);
             };
             parts.push(Arc::clone(&held));

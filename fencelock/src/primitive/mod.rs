@@ -41,13 +41,13 @@ impl Options {
         }
     }
 
-    fn request(&self, name: &str, mode: Mode) -> Result<Request> {
+    fn request(&self, name: &str, mode: Mode, owner: Owner) -> Result<Request> {
         let label = self.label.as_deref().unwrap_or(self.client.default_label());
         Ok(Request {
             claim: Claim {
                 name: Name::new(name).map_err(|error| error.during("acquire"))?,
                 mode,
-                owner: self.owner.unwrap_or_else(Owner::random),
+                owner,
                 ttl: self.ttl,
                 label: fit_label(label),
             },
@@ -56,12 +56,17 @@ impl Options {
         })
     }
 
-    async fn hold(&self, name: &str, mode: Mode, wait: Wait) -> Result<Option<Arc<Held>>> {
-        self.client.acquire(&self.request(name, mode)?, wait).await
+    /// The owner that the user chose, or a new one.
+    fn an_owner(&self) -> Owner {
+        self.owner.unwrap_or_else(Owner::random)
+    }
+
+    async fn hold(&self, name: &str, mode: Mode, owner: Owner, wait: Wait) -> Result<Option<Arc<Held>>> {
+        self.client.acquire(&self.request(name, mode, owner)?, wait).await
     }
 
     async fn take(&self, mode: Mode, wait: Wait) -> Result<Option<Guard>> {
-        let held = self.hold(&self.name, mode, wait).await?;
+        let held = self.hold(&self.name, mode, self.an_owner(), wait).await?;
         Ok(held.map(|held| Guard::new(self.client.clone(), vec![held])))
     }
 

@@ -225,7 +225,13 @@ impl<F> Job<F> {
         };
         shelf.recover()?;
         if !shelf.belongs_to(&self.line.name) {
-            return Err(Error::new(ErrorKind::Engine, "the file of this lock was exchanged for that of another one; remove it"));
+            if self.make {
+                return Err(Error::new(
+                    ErrorKind::Engine,
+                    format!("{} is the file of another lock, renamed; remove it", self.line.file_name),
+                ));
+            }
+            shelf = PageShelf::absent(shelf.into_buffer(), self.shared.boot);
         }
         // A line that nobody has written to, of a name that is in use: its file was removed under those who use it.
         let in_use = || self.shared.uses(self.line.key) || self.shared.root.marked_by_other(self.line.key);

@@ -49,8 +49,7 @@ impl Root {
         let path = std::path::absolute(path)
             .map_err(|error| Error::invalid(format!("bad path {}", path.display())).caused_by(error))?;
         let explain = |errno| explain(errno, &path);
-        std::fs::create_dir_all(&path)
-            .map_err(|error| explain(Errno::from_io_error(&error).unwrap_or(Errno::IO)))?;
+        std::fs::create_dir_all(&path).map_err(|error| explain(Errno::from_io_error(&error).unwrap_or(Errno::IO)))?;
         let presence = open_dir(rustix::fs::CWD, &path).map_err(explain)?;
         if !allow_network {
             refuse_network(&presence, &path)?;
@@ -112,11 +111,12 @@ impl Root {
         if let Some(shard) = cell.get() {
             return Ok(shard);
         }
-        let shard = rustix::fs::openat(&self.claims, format!("{at:02x}"), OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
-            .map_err(|errno| match errno {
-                Errno::NOENT => removed(&self.path),
-                errno => self.explain(errno),
-            })?;
+        let shard =
+            rustix::fs::openat(&self.claims, format!("{at:02x}"), OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+                .map_err(|errno| match errno {
+                    Errno::NOENT => removed(&self.path),
+                    errno => self.explain(errno),
+                })?;
         Ok(cell.get_or_init(|| shard))
     }
 }
@@ -261,7 +261,9 @@ fn explain(errno: Errno, path: &Path) -> Error {
     let (kind, text) = match errno {
         Errno::ACCESS | Errno::PERM => (
             ErrorKind::Unavailable,
-            format!("no permission for {path}; make it writable for this user, or choose another directory: file:/path"),
+            format!(
+                "no permission for {path}; make it writable for this user, or choose another directory: file:/path"
+            ),
         ),
         Errno::ROFS => (
             ErrorKind::Unavailable,
@@ -271,16 +273,17 @@ fn explain(errno: Errno, path: &Path) -> Error {
             ErrorKind::Unavailable,
             format!("the file system of {path} is full; free some space, or choose another directory"),
         ),
-        Errno::MFILE | Errno::NFILE => (
-            ErrorKind::Unavailable,
-            "too many open files; raise the limit (ulimit -n)".to_owned(),
-        ),
+        Errno::MFILE | Errno::NFILE => {
+            (ErrorKind::Unavailable, "too many open files; raise the limit (ulimit -n)".to_owned())
+        }
         Errno::NOTDIR | Errno::EXIST => {
             (ErrorKind::Invalid, format!("{path} is not a directory; the file engine needs one of its own: file:/path"))
         }
         Errno::ISDIR => (
             ErrorKind::Invalid,
-            format!("there is a directory inside of {path} where fencelock expects a file; remove it, or use another path"),
+            format!(
+                "there is a directory inside of {path} where fencelock expects a file; remove it, or use another path"
+            ),
         ),
         Errno::LOOP | Errno::NAMETOOLONG | Errno::INVAL => {
             (ErrorKind::Invalid, format!("{path} cannot be used as a directory for locks; choose another: file:/path"))

@@ -51,6 +51,8 @@ pub(crate) struct Head {
     pub(crate) waiting: u64,
     /// The number that the next one gets.
     pub(crate) end: u64,
+    /// How many of `first..end` are gone.
+    pub(crate) gone: u64,
     /// How many hold, and how.
     pub(crate) holding: u32,
     pub(crate) mode: Option<Mode>,
@@ -58,11 +60,23 @@ pub(crate) struct Head {
     pub(crate) token: u64,
 }
 
+impl Head {
+    /// In which mode how many hold, as the rule wants to know it.
+    fn held(&self) -> Option<(Mode, u32)> {
+        self.mode.filter(|_| self.holding > 0).map(|mode| (mode, self.holding))
+    }
+}
+
+/// So many entries that are gone may stand in a line, beside as many as are not, before they are weeded out.
+const WEEDS: u64 = 64;
+
 /// Keeps the entries of one line.
 pub(crate) trait Shelf {
     fn head(&mut self) -> &mut Head;
     fn get(&mut self, number: u64) -> Result<Entry>;
     fn put(&mut self, number: u64, entry: &Entry) -> Result<()>;
+    /// Forgets all entries: nobody is left, and numbers start again.
+    fn clear(&mut self);
 }
 
 /// What a step needs to know of the world outside of the line.
@@ -107,7 +121,10 @@ pub(crate) struct Place {
 pub(crate) enum Standing {
     Holds(Place),
     /// Waits: behind whom, and when to look again if nobody says anything.
-    Waits { watch: Vec<Session>, look_again: Moment },
+    Waits {
+        watch: Vec<Session>,
+        look_again: Moment,
+    },
     Gone,
 }
 
@@ -132,7 +149,9 @@ impl<'a, S: Shelf, W: World> Line<'a, S, W> {
     /// Puts a claim at the end of the line, and tells where it stands. Its own grant is not among the words.
     pub(crate) fn join(&mut self, claim: &Claim, session: Session) -> Result<(u64, Standing)> {
         let now = self.world.now();
-        if self.reap()? {
+        let head = *self.shelf.head();
+        // Whoever fits in need not know whether all the holders are alive.
+        if !(head.waiting == head.end && admits(head.held(), claim.mode)) && self.reap()? {
             self.settle()?;
         }
         self.check_permits(claim.mode)?;
@@ -175,9 +194,7 @@ impl<'a, S: Shelf, W: World> Line<'a, S, W> {
             if let Mode::Permit { of: known } = known
                 && known != of
             {
-                return Err(Error::invalid(format!(
-                    "this semaphore is in use with {known} slots, not {of}; all who use it must give the same number"
-                )));
+                return Err(other_permits(known, of));
             }
         }
         Ok(())
@@ -193,14 +210,8 @@ impl<'a, S: Shelf, W: World> Line<'a, S, W> {
 
     /// Where this owner stands at this number.
     pub(crate) fn look(&mut self, number: u64, owner: Owner) -> Result<Standing> {
-        let head = *self.shelf.head();
-        if !(head.first..head.end).contains(&number) {
-            return Ok(Standing::Gone);
-        }
+        let Some(number) = self.find(Some(number), owner)? else { return Ok(Standing::Gone) };
         let entry = self.shelf.get(number)?;
-        if entry.owner != owner {
-            return Ok(Standing::Gone);
-        }
         match entry.state {
             State::Gone => Ok(Standing::Gone),
             State::Holding => Ok(Standing::Holds(place(number, &entry))),
@@ -214,12 +225,10 @@ impl<'a, S: Shelf, W: World> Line<'a, S, W> {
         let now = self.world.now();
         let head = *self.shelf.head();
         for ahead in (head.waiting..number).rev() {
-            let mut entry = self.shelf.get(ahead)?;
+            let entry = self.shelf.get(ahead)?;
             if entry.state == State::Waiting && !self.world.alive(entry.session) {
-                entry.state = State::Gone;
-                self.shelf.put(ahead, &entry)?;
-            }
-            if entry.state == State::Waiting {
+                self.mark_gone(ahead, entry)?;
+            } else if entry.state == State::Waiting {
                 // It may come to hold without our knowing. Looking three times per lease finds that out before the lease ends.
                 let look_again = now.after(entry.ttl / 3);
                 return Ok(Standing::Waits { watch: vec![entry.session], look_again });
@@ -258,13 +267,19 @@ impl<'a, S: Shelf, W: World> Line<'a, S, W> {
         Ok(found)
     }
 
-    fn remove_holder(&mut self, number: u64, mut entry: Entry, tell: bool) -> Result<()> {
-        entry.state = State::Gone;
+    fn remove_holder(&mut self, number: u64, entry: Entry, tell: bool) -> Result<()> {
         if tell {
             self.words.push(Word { to: entry.session, owner: entry.owner, news: News::Lost });
         }
-        self.shelf.put(number, &entry)?;
+        self.mark_gone(number, entry)?;
         self.shelf.head().holding -= 1;
+        Ok(())
+    }
+
+    fn mark_gone(&mut self, number: u64, mut entry: Entry) -> Result<()> {
+        entry.state = State::Gone;
+        self.shelf.put(number, &entry)?;
+        self.shelf.head().gone += 1;
         Ok(())
     }
 
@@ -278,8 +293,7 @@ impl<'a, S: Shelf, W: World> Line<'a, S, W> {
             }
             let mut entry = self.shelf.get(head.waiting)?;
             if entry.state == State::Waiting {
-                let held = head.mode.filter(|_| head.holding > 0).map(|mode| (mode, head.holding));
-                if !admits(held, entry.mode) {
+                if !admits(head.held(), entry.mode) {
                     break;
                 }
                 if self.world.alive(entry.session) {
@@ -293,10 +307,11 @@ impl<'a, S: Shelf, W: World> Line<'a, S, W> {
                     head.token = entry.token;
                     head.holding += 1;
                     head.mode = Some(entry.mode);
+                    let number = head.waiting;
+                    self.shelf.put(number, &entry)?;
                 } else {
-                    entry.state = State::Gone;
+                    self.mark_gone(head.waiting, entry)?;
                 }
-                self.shelf.put(head.waiting, &entry)?;
             }
             self.shelf.head().waiting += 1;
         }
@@ -304,24 +319,58 @@ impl<'a, S: Shelf, W: World> Line<'a, S, W> {
     }
 
     fn forget_gone(&mut self) -> Result<()> {
-        loop {
-            let head = *self.shelf.head();
-            if head.first == head.waiting || self.shelf.get(head.first)?.state != State::Gone {
-                break;
-            }
-            self.shelf.head().first += 1;
+        let mut head = *self.shelf.head();
+        while head.first < head.waiting && self.shelf.get(head.first)?.state == State::Gone {
+            head.first += 1;
+            head.gone -= 1;
         }
-        let head = self.shelf.head();
+        while head.first < head.end && self.shelf.get(head.end - 1)?.state == State::Gone {
+            head.end -= 1;
+            head.gone -= 1;
+        }
+        head.waiting = head.waiting.clamp(head.first, head.end);
         if head.first == head.end {
             // Numbers start again; the token does not.
-            *head = Head { token: head.token, ..Head::default() };
+            self.shelf.clear();
+            head = Head { token: head.token, ..Head::default() };
         }
+        *self.shelf.head() = head;
+        if head.gone > WEEDS + (head.end - head.first) / 2 { self.weed() } else { Ok(()) }
+    }
+
+    /// Closes the gaps that those in the middle left. The others get new numbers; they are found by their owner.
+    fn weed(&mut self) -> Result<()> {
+        let mut head = *self.shelf.head();
+        let (mut to, mut waiting) = (head.first, head.first);
+        for from in head.first..head.end {
+            let entry = self.shelf.get(from)?;
+            if entry.state == State::Gone {
+                continue;
+            }
+            if from != to {
+                self.shelf.put(to, &entry)?;
+            }
+            to += 1;
+            if from < head.waiting {
+                waiting = to;
+            }
+        }
+        head.end = to;
+        head.waiting = waiting;
+        head.gone = 0;
+        *self.shelf.head() = head;
         Ok(())
     }
 
-    /// The number of this owner's entry, if it is not known: a search.
-    pub(crate) fn find(&mut self, owner: Owner) -> Result<Option<u64>> {
+    /// The number of this owner's entry: the one that is remembered, unless the line was weeded since; then a search.
+    pub(crate) fn find(&mut self, remembered: Option<u64>, owner: Owner) -> Result<Option<u64>> {
         let head = *self.shelf.head();
+        if let Some(number) = remembered
+            && (head.first..head.end).contains(&number)
+            && self.shelf.get(number)?.owner == owner
+        {
+            return Ok(remembered);
+        }
         for number in head.first..head.end {
             let entry = self.shelf.get(number)?;
             if entry.owner == owner && entry.state != State::Gone {
@@ -333,35 +382,21 @@ impl<'a, S: Shelf, W: World> Line<'a, S, W> {
 
     /// Takes this owner out of the line; hands over if it held. Tells in which state it was.
     pub(crate) fn leave(&mut self, number: Option<u64>, owner: Owner) -> Result<State> {
-        let number = match number {
-            Some(number) => Some(number),
-            None => self.find(owner)?,
-        };
-        let was = match number {
-            Some(number) => self.take_out(number, owner)?,
+        let was = match self.find(number, owner)? {
+            Some(number) => self.take_out(number)?,
             None => State::Gone,
         };
         self.world.exit(owner);
         Ok(was)
     }
 
-    fn take_out(&mut self, number: u64, owner: Owner) -> Result<State> {
-        let head = *self.shelf.head();
-        if !(head.first..head.end).contains(&number) {
-            return Ok(State::Gone);
-        }
-        let mut entry = self.shelf.get(number)?;
-        if entry.owner != owner {
-            return Ok(State::Gone);
-        }
+    fn take_out(&mut self, number: u64) -> Result<State> {
+        let entry = self.shelf.get(number)?;
         let was = entry.state;
         match was {
             State::Gone => return Ok(was),
             State::Holding => self.remove_holder(number, entry, false)?,
-            State::Waiting => {
-                entry.state = State::Gone;
-                self.shelf.put(number, &entry)?;
-            }
+            State::Waiting => self.mark_gone(number, entry)?,
         }
         self.settle()?;
         Ok(was)
@@ -369,14 +404,16 @@ impl<'a, S: Shelf, W: World> Line<'a, S, W> {
 
     /// Extends the lease of a holder, never shortens it. False if it does not hold.
     pub(crate) fn renew(&mut self, number: u64, owner: Owner, ttl: Duration) -> Result<bool> {
-        let Standing::Holds(_) = self.look(number, owner)? else {
-            self.world.exit(owner);
-            return Ok(false);
-        };
-        let mut entry = self.shelf.get(number)?;
-        entry.deadline = entry.deadline.max(self.world.now().after(ttl));
-        self.shelf.put(number, &entry)?;
-        Ok(true)
+        if let Some(number) = self.find(Some(number), owner)? {
+            let mut entry = self.shelf.get(number)?;
+            if entry.state == State::Holding {
+                entry.deadline = entry.deadline.max(self.world.now().after(ttl));
+                self.shelf.put(number, &entry)?;
+                return Ok(true);
+            }
+        }
+        self.world.exit(owner);
+        Ok(false)
     }
 
     /// Takes the lock away from all who hold it, and hands over. Tells how many there were.
@@ -413,4 +450,11 @@ impl<'a, S: Shelf, W: World> Line<'a, S, W> {
 
 fn place(number: u64, entry: &Entry) -> Place {
     Place { number, token: entry.token, from: entry.since, mode: entry.mode }
+}
+
+/// A semaphore has one size at a time.
+pub(crate) fn other_permits(known: u32, of: u32) -> Error {
+    Error::invalid(format!(
+        "this semaphore is in use with {known} slots, not {of}; all who use it must give the same number"
+    ))
 }

@@ -3,9 +3,7 @@
 
 use super::{Line, News, Place, Session, Shelf, Standing, State, Word, World};
 use crate::engine::{Capability, Engine};
-use crate::{
-    Claim, Clock, Error, Grant, Hold, Holder, Name, Owner, Release, Renewal, Result, Status, Token, Waiter,
-};
+use crate::{Claim, Clock, Error, Grant, Hold, Holder, Name, Owner, Release, Renewal, Result, Status, Token, Waiter};
 use async_trait::async_trait;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry as Slot;
@@ -58,7 +56,15 @@ pub(crate) trait LineStore: Send + Sync + 'static {
 #[derive(Default)]
 pub(crate) struct Inbox {
     waiting: Mutex<HashMap<Owner, oneshot::Sender<Place>>>,
-    lost: Mutex<Option<mpsc::UnboundedSender<Owner>>>,
+    lost: Mutex<Losses>,
+}
+
+/// Losses on their way to the keeper.
+#[derive(Default)]
+struct Losses {
+    keeper: Option<mpsc::UnboundedSender<Owner>>,
+    /// Those that came while no keeper was running.
+    kept: Vec<Owner>,
 }
 
 impl Inbox {
@@ -89,15 +95,25 @@ impl Inbox {
                 }
             }
             News::Lost => {
-                if let Some(lost) = &*self.lost.lock().unwrap_or_else(PoisonError::into_inner) {
-                    let _ = lost.send(owner);
+                let mut lost = self.lost();
+                let told = lost.keeper.as_ref().is_some_and(|keeper| keeper.send(owner).is_ok());
+                if !told {
+                    lost.kept.push(owner);
                 }
             }
         }
     }
 
-    fn report_losses_to(&self, lost: mpsc::UnboundedSender<Owner>) {
-        *self.lost.lock().unwrap_or_else(PoisonError::into_inner) = Some(lost);
+    fn lost(&self) -> MutexGuard<'_, Losses> {
+        self.lost.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn report_losses_to(&self, keeper: mpsc::UnboundedSender<Owner>) {
+        let mut lost = self.lost();
+        for owner in lost.kept.drain(..) {
+            let _ = keeper.send(owner);
+        }
+        lost.keeper = Some(keeper);
     }
 }
 
@@ -242,7 +258,7 @@ impl<S: LineStore> Engine for LineEngine<S> {
             .step(name, false, move |line| {
                 line.reap()?;
                 line.settle()?;
-                match line.find(owner)? {
+                match line.find(None, owner)? {
                     Some(number) => line.look(number, owner),
                     None => Ok(Standing::Gone),
                 }
@@ -293,4 +309,3 @@ pub(crate) fn deliver_own(inbox: &Inbox, session: Option<Session>, words: Vec<Wo
     }
     others
 }
-

@@ -1,0 +1,12 @@
+//! The tool as its users meet it: every test starts the real binary, on a directory of its own.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
+
+mod admin;
+mod elect;
+mod endings;
+mod harness;
+mod inputs;
+mod loss;
+mod run;
+mod terminal;

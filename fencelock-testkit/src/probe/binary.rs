@@ -1,0 +1,41 @@
+//! Where the binary of the probe is. Cargo tells only the tests of its own package, and it may be out of date: so cargo
+//! is asked to build it, once per test process, which costs nothing when it is fresh.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use tokio::sync::OnceCell;
+
+const NAME: &str = "fencelock-probe";
+
+/// The path of a binary that is up to date.
+///
+/// # Panics
+/// When it cannot be built.
+pub async fn path() -> &'static Path {
+    static PATH: OnceCell<PathBuf> = OnceCell::const_new();
+    PATH.get_or_init(async || tokio::task::spawn_blocking(build).await.expect("building does not panic")).await
+}
+
+fn build() -> PathBuf {
+    let cargo = std::env::var("CARGO").unwrap_or_else(|_| env!("CARGO").to_owned());
+    let mut command = Command::new(cargo);
+    command.args(["build", "--quiet", "--bin", NAME, "--message-format", "json-render-diagnostics"]);
+    command.args(["--manifest-path", concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")]);
+    let own = std::env::current_exe().unwrap_or_default();
+    // The same place and profile as the test itself, so that hardly anything needs to be built.
+    if let Some(target) = own.ancestors().find(|dir| dir.join("CACHEDIR.TAG").exists()) {
+        command.arg("--target-dir").arg(target);
+    }
+    if own.components().any(|part| part.as_os_str() == "release") {
+        command.arg("--release");
+    }
+    let output = command.output().expect("cargo can be run");
+    executable(&output).unwrap_or_else(|| panic!("{NAME} was not built: {}", String::from_utf8_lossy(&output.stderr)))
+}
+
+/// Cargo names the file it made, one JSON message per line.
+fn executable(output: &Output) -> Option<PathBuf> {
+    let messages = String::from_utf8_lossy(&output.stdout);
+    let messages = messages.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
+    messages.filter_map(|message| message.get("executable")?.as_str().map(PathBuf::from)).next_back()
+}

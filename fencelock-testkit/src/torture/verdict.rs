@@ -1,0 +1,111 @@
+//! What a torture found, for people and for programs.
+
+use super::Plan;
+use crate::history::{Report, Violation};
+use serde::Serialize;
+use std::fmt;
+
+/// How many violations are told in detail.
+const IN_DETAIL: usize = 5;
+
+/// The outcome of a torture.
+#[derive(Debug, Clone, Serialize)]
+#[non_exhaustive]
+pub struct Verdict {
+    /// The engine.
+    pub url: String,
+    /// Whether every promise was kept.
+    pub ok: bool,
+    /// How long it took, in seconds.
+    pub seconds: f64,
+    /// Processes at a time.
+    pub processes: u32,
+    /// Workers in each.
+    pub workers: u32,
+    /// Processes that were killed.
+    pub kills: u64,
+    /// Claims that were granted.
+    pub grants: u64,
+    /// Grants per second.
+    pub grants_per_second: f64,
+    /// The wait of the median grant, in milliseconds.
+    pub median_wait_ms: f64,
+    /// The longest wait, in milliseconds.
+    pub longest_wait_ms: f64,
+    /// Claims that ended because the lock was busy.
+    pub busy: u64,
+    /// Claims that ended because they took too long.
+    pub timeouts: u64,
+    /// Claims whose future was dropped.
+    pub cancelled: u64,
+    /// Evictions.
+    pub evictions: u64,
+    /// Holds that were lost, with or without a reason.
+    pub lost: u64,
+    /// The broken promises.
+    pub violations: Vec<Violation>,
+    /// Repeats what was tried, though not when.
+    pub seed: u64,
+}
+
+impl Verdict {
+    pub(super) fn new(plan: &Plan, report: Report, mut violations: Vec<Violation>, kills: u64) -> Self {
+        violations.extend(report.violations);
+        violations.sort_by_key(|violation| violation.kind);
+        let seconds = plan.lasts.as_secs_f64();
+        let millis = |nanos: Option<&u64>| nanos.map_or(0.0, |nanos| *nanos as f64 / 1e6);
+        Self {
+            url: plan.url.clone(),
+            ok: violations.is_empty(),
+            seconds,
+            processes: plan.processes,
+            workers: plan.workers,
+            kills,
+            grants: report.grants,
+            grants_per_second: report.grants as f64 / seconds.max(f64::EPSILON),
+            median_wait_ms: millis(report.waits.get(report.waits.len() / 2)),
+            longest_wait_ms: millis(report.waits.last()),
+            busy: report.busy,
+            timeouts: report.timeouts,
+            cancelled: report.cancelled,
+            evictions: report.evictions,
+            lost: report.lost,
+            violations,
+            seed: plan.seed,
+        }
+    }
+
+    /// Whether a promise of this kind was broken.
+    pub fn shows(&self, kind: crate::history::Kind) -> bool {
+        self.violations.iter().any(|violation| violation.kind == kind)
+    }
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let workers = u64::from(self.processes) * u64::from(self.workers);
+        write!(f, "{} workers in {} processes for {:.1} s", workers, self.processes, self.seconds)?;
+        match self.kills {
+            0 => writeln!(f)?,
+            kills => writeln!(f, ", {kills} times one was killed")?,
+        }
+        writeln!(f, "{} grants, {:.0} per second", self.grants, self.grants_per_second)?;
+        writeln!(f, "waits: median {:.2} ms, longest {:.1} ms", self.median_wait_ms, self.longest_wait_ms)?;
+        writeln!(
+            f,
+            "{} busy, {} timed out, {} cancelled, {} evictions, {} lost",
+            self.busy, self.timeouts, self.cancelled, self.evictions, self.lost
+        )?;
+        if self.ok {
+            return write!(f, "ok: one at a time, first come first served, tokens grow, all free at the end");
+        }
+        write!(f, "{} VIOLATIONS", self.violations.len())?;
+        for violation in self.violations.iter().take(IN_DETAIL) {
+            write!(f, "\n  {violation}")?;
+        }
+        if self.violations.len() > IN_DETAIL {
+            write!(f, "\n  and {} more", self.violations.len() - IN_DETAIL)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,83 @@
+//! What a Redis error means for a lock: its kind, whether trying again can help, and what the user can do.
+
+use crate::{Error, ErrorKind};
+use redis::RedisError;
+
+/// A failed exchange with the server.
+#[derive(Debug)]
+pub(super) struct Fault {
+    pub(super) error: Error,
+    /// The connection is of no use any more.
+    pub(super) broken: bool,
+    /// The same request may succeed later.
+    pub(super) passing: bool,
+    /// The server does not know the script.
+    pub(super) no_script: bool,
+    /// The server refused this very request: with others in one batch, each must be tried by itself.
+    pub(super) refused: bool,
+}
+
+/// `sent`: the request may have reached the server.
+pub(super) fn fault(error: RedisError, sent: bool) -> Fault {
+    let code = error.code().unwrap_or_default().to_owned();
+    let io =
+        error.is_io_error() || error.is_connection_dropped() || error.is_timeout() || error.is_unrecoverable_error();
+    let (kind, text, passing) = if code.is_empty() { without_code(&error, io, sent) } else { with_code(&code) };
+    Fault {
+        broken: io,
+        passing,
+        no_script: code == "NOSCRIPT",
+        refused: !io && !passing,
+        error: Error::new(kind, text).caused_by(error),
+    }
+}
+
+fn without_code(error: &RedisError, io: bool, sent: bool) -> (ErrorKind, &'static str, bool) {
+    match error.kind() {
+        redis::ErrorKind::AuthenticationFailed => {
+            (ErrorKind::Invalid, "the server refused the password; check user and password in the URL", false)
+        }
+        redis::ErrorKind::InvalidClientConfig => {
+            (ErrorKind::Invalid, "the URL or its TLS options cannot be used", false)
+        }
+        redis::ErrorKind::RESP3NotSupported => {
+            (ErrorKind::Unsupported, "the server is too old; fencelock needs Redis 6.2 or newer", false)
+        }
+        _ if io && sent => (ErrorKind::Ambiguous, "the connection broke, or no answer came in time", true),
+        _ if io => (ErrorKind::Unavailable, "cannot connect; is the server running at this address?", true),
+        _ => (ErrorKind::Engine, "the server's answer cannot be understood", false),
+    }
+}
+
+fn with_code(code: &str) -> (ErrorKind, &'static str, bool) {
+    match code {
+        "LOADING" => (ErrorKind::Unavailable, "the server is loading its data", true),
+        "BUSY" => (ErrorKind::Unavailable, "the server is busy with somebody's slow script", true),
+        "TRYAGAIN" | "CLUSTERDOWN" | "MASTERDOWN" => {
+            (ErrorKind::Unavailable, "the server cannot serve at the moment", true)
+        }
+        "NOSCRIPT" => (ErrorKind::Unavailable, "the server has forgotten the script", true),
+        "READONLY" => (ErrorKind::Unavailable, "the server is a read-only replica; name its master in the URL", true),
+        "OOM" => (
+            ErrorKind::Unavailable,
+            "the server has reached its maxmemory and refuses writes; raise it, or let it evict other keys",
+            true,
+        ),
+        "MISCONF" => (ErrorKind::Unavailable, "the server cannot save its data and refuses writes; see its log", true),
+        "NOREPLICAS" => (ErrorKind::Unavailable, "the server has too few replicas to accept writes", true),
+        "NOAUTH" => (ErrorKind::Invalid, "the server wants a password; write redis://user:password@host", false),
+        "WRONGPASS" => (ErrorKind::Invalid, "the server refused user or password; check them in the URL", false),
+        "NOPERM" => (
+            ErrorKind::Invalid,
+            "the server's ACL does not let this user do it; docs/engines/redis.md lists the rights that are needed",
+            false,
+        ),
+        "WRONGTYPE" => {
+            (ErrorKind::Invalid, "the key of this name holds other data; choose another name for the lock", false)
+        }
+        "MOVED" | "ASK" | "CROSSSLOT" => {
+            (ErrorKind::Unsupported, "the server is part of a cluster; this URL is for a single node", false)
+        }
+        _ => (ErrorKind::Engine, "the server answered with an error", false),
+    }
+}

@@ -1,0 +1,27 @@
+-- Shows one line as it stands; changes nothing.
+--
+-- KEYS: K T Q W D, as in line.lua.
+-- ARGV: how many waiters to show at most.
+-- Reply: server time in µs, value of K or false, its time to live in ms, value of T or false,
+--        holders together {owner, end of lease µs, record, …}, waiters {owner, record, …}.
+local call = redis.call
+local time = call('TIME')
+local now = string.format('%.0f', time[1] * 1000000 + time[2])
+local K, T, Q, W, D = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local cur = call('GET', K)
+local holders, waiters = {}, {}
+if cur and (cur == 'fencelock:shared' or string.match(cur, '^fencelock:permit:')) then
+  local ends = call('ZRANGEBYSCORE', D, now, '+inf', 'WITHSCORES')
+  for index = 1, #ends, 2 do
+    holders[#holders + 1] = ends[index]
+    holders[#holders + 1] = ends[index + 1]
+    holders[#holders + 1] = call('HGET', W, ends[index]) or ''
+  end
+  -- The leases of all of them are over; the next one to come will find out.
+  if #ends == 0 and call('EXISTS', D) == 1 then cur = false end
+end
+for _, owner in ipairs(call('ZRANGE', Q, 0, tonumber(ARGV[1]) - 1)) do
+  waiters[#waiters + 1] = owner
+  waiters[#waiters + 1] = call('HGET', W, owner) or ''
+end
+return {now, cur, call('PTTL', K), call('GET', T), holders, waiters}

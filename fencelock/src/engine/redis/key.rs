@@ -1,0 +1,132 @@
+//! The keys of a lock: its name itself, and companions that live in the same slot of a cluster, whatever braces the name has.
+
+use std::sync::LazyLock;
+
+const SLOTS: u16 = 16_384;
+
+/// The keys of one lock.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Keys {
+    pub(super) main: String,
+    pub(super) token: String,
+    pub(super) queue: String,
+    pub(super) records: String,
+    pub(super) deadlines: String,
+    pub(super) tombstones: String,
+}
+
+impl Keys {
+    pub(super) fn of(name: &str) -> Self {
+        let companion = |part: char| companion(name, part);
+        Self {
+            main: name.to_owned(),
+            token: companion('t'),
+            queue: companion('q'),
+            records: companion('w'),
+            deadlines: companion('d'),
+            tombstones: companion('x'),
+        }
+    }
+}
+
+/// Matches the token keys of all locks; see [`name_of`].
+pub(super) const TOKEN_PATTERN: &str = "fencelock:[0-2]t:*";
+
+/// `fencelock:` + how the slot is kept + part + `:` + the name, so that the slot is that of the name.
+fn companion(name: &str, part: char) -> String {
+    if tag(name).is_some() {
+        // The prefix has no brace, so the name's own tag counts.
+        format!("fencelock:0{part}:{name}")
+    } else if !name.contains('}') {
+        format!("fencelock:1{part}:{{{name}}}")
+    } else {
+        let tag = &TAGS[usize::from(slot(name.as_bytes()))];
+        format!("fencelock:2{part}:{{{tag}}}{name}")
+    }
+}
+
+/// The name that a token key belongs to.
+pub(super) fn name_of(key: &str) -> Option<&str> {
+    let rest = key.strip_prefix("fencelock:")?;
+    match (rest.get(..3)?, rest.get(3..)?) {
+        ("0t:", name) => Some(name),
+        ("1t:", name) => name.strip_prefix('{')?.strip_suffix('}'),
+        ("2t:", name) => name.split_once('}').map(|(_, name)| name),
+        _ => None,
+    }
+}
+
+/// The part of a key that its slot is computed from, if it is not all of it.
+fn tag(key: &str) -> Option<&str> {
+    let (_, after) = key.split_once('{')?;
+    let (tag, _) = after.split_once('}')?;
+    (!tag.is_empty()).then_some(tag)
+}
+
+/// For each slot, a short text that falls into it.
+static TAGS: LazyLock<Vec<String>> = LazyLock::new(|| {
+    let mut tags = vec![String::new(); usize::from(SLOTS)];
+    let mut missing = SLOTS;
+    for number in 0_u32.. {
+        let text = format!("{number:x}");
+        let place = &mut tags[usize::from(slot(text.as_bytes()))];
+        if place.is_empty() {
+            *place = text;
+            missing -= 1;
+        }
+        if missing == 0 {
+            break;
+        }
+    }
+    tags
+});
+
+/// The slot of a text without a tag: CRC16 (XMODEM) modulo 16384.
+fn slot(text: &[u8]) -> u16 {
+    let mut crc: u16 = 0;
+    for byte in text {
+        crc ^= u16::from(*byte) << 8;
+        for _ in 0..8 {
+            crc = if crc & 0x8000 == 0 { crc << 1 } else { (crc << 1) ^ 0x1021 };
+        }
+    }
+    crc % SLOTS
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn slot_of(key: &str) -> u16 {
+        slot(tag(key).unwrap_or(key).as_bytes())
+    }
+
+    #[test]
+    fn slots_are_those_of_redis() {
+        // From the Redis cluster specification and CLUSTER KEYSLOT.
+        assert_eq!(slot(b"123456789"), 12739);
+        assert_eq!(slot_of("foo{hash_tag}"), 2515);
+    }
+
+    proptest! {
+        #[test]
+        fn all_keys_of_a_lock_share_its_slot_and_tell_its_name(name in "[a-c{}:]{1,12}") {
+            let keys = Keys::of(&name);
+            for key in [&keys.token, &keys.queue, &keys.records, &keys.deadlines, &keys.tombstones] {
+                prop_assert_eq!(slot_of(key), slot_of(&name), "{} of {}", key, name);
+            }
+            prop_assert_eq!(name_of(&keys.token), Some(name.as_str()));
+            // The script derives these two from the queue's.
+            prop_assert_eq!(keys.queue.replacen('q', "w", 1), keys.records);
+            prop_assert_eq!(keys.queue.replacen('q', "d", 1), keys.deadlines);
+        }
+
+        #[test]
+        fn different_names_have_different_keys(one in "[a{}]{1,6}", two in "[a{}]{1,6}") {
+            prop_assume!(one != two);
+            let (one, two) = (Keys::of(&one), Keys::of(&two));
+            prop_assert_ne!(one.token, two.token);
+        }
+    }
+}

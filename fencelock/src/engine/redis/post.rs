@@ -1,0 +1,291 @@
+//! The post office: operations that many tasks issue at the same time travel in one script call.
+//!
+//! A lone operation is sent at once, by the task that issued it. While calls are under way, operations queue up, and the next
+//! call takes them all. Nobody waits for a batch to fill.
+
+use super::fault::Fault;
+use super::key::Keys;
+use super::link::Link;
+use crate::{Clock, Error, ErrorKind, Moment, Result};
+use redis::{Cmd, Script, Value};
+use std::borrow::Cow;
+use std::collections::VecDeque;
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use tokio::sync::oneshot;
+
+/// The most operations in one call: a batch must not block the server for long.
+const BATCH: usize = 64;
+/// So many calls are under way at the same time; more operations wait for the next call.
+const CALLS: usize = 2;
+/// How long a granted waiter has to react before the next one is asked.
+const WINDOW: Duration = Duration::from_millis(900);
+/// How long a token is remembered after the last use of its lock; later ones are above it by the server's clock.
+const REMEMBER: Duration = Duration::from_secs(600);
+/// How long waiters' records and tombstones outlive the last sign of life.
+const LINGER: Duration = Duration::from_secs(60);
+
+static LINE: LazyLock<Script> = LazyLock::new(|| Script::new(include_str!("line.lua")));
+
+/// One operation of `line.lua`.
+#[derive(Debug, Clone)]
+pub(super) struct Op {
+    pub(super) code: Cow<'static, str>,
+    pub(super) keys: Arc<Keys>,
+    pub(super) owner: String,
+    pub(super) ttl: Duration,
+    /// What the server notes of the owner; empty where nothing is to be noted.
+    pub(super) note: String,
+}
+
+/// What `line.lua` answers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Reply {
+    Held { token: u64 },
+    Waits { arrival: u64, look: Duration, foreign: bool },
+    Busy,
+    Released(u64),
+    Renewed(bool),
+    OtherPermits(u64),
+    GivenUp,
+    Evicted(u64),
+}
+
+/// A reply, and what is known about how it came.
+#[derive(Debug, Clone)]
+pub(super) struct Answer {
+    pub(super) reply: Reply,
+    /// When the request that it answers was sent.
+    pub(super) sent: Moment,
+    /// An earlier attempt may have been carried out without our seeing the answer.
+    pub(super) repeated: bool,
+}
+
+type Outcome = Result<Answer>;
+
+#[derive(Default)]
+struct Desk {
+    queue: VecDeque<(Op, oneshot::Sender<Outcome>)>,
+    calls: usize,
+}
+
+pub(super) struct Post {
+    link: Arc<Link>,
+    desk: Mutex<Desk>,
+    patience: Duration,
+}
+
+impl Post {
+    pub(super) fn new(link: Arc<Link>, patience: Duration) -> Self {
+        Self { link, desk: Mutex::default(), patience }
+    }
+
+    fn desk(&self) -> MutexGuard<'_, Desk> {
+        self.desk.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Carries out one operation.
+    pub(super) async fn submit(self: &Arc<Self>, op: Op) -> Outcome {
+        let told = {
+            let mut desk = self.desk();
+            if desk.calls < CALLS && desk.queue.is_empty() {
+                desk.calls += 1;
+                None
+            } else {
+                let (tell, told) = oneshot::channel();
+                desk.queue.push_back((op.clone(), tell));
+                Some(told)
+            }
+        };
+        match told {
+            None => {
+                let _call = Call(self);
+                let mut outcomes = self.deliver(std::slice::from_ref(&op)).await;
+                outcomes.pop().unwrap_or_else(|| Err(unreadable()))
+            }
+            Some(told) => told.await.unwrap_or_else(|_| {
+                Err(Error::new(ErrorKind::Ambiguous, "the runtime that carried the request was shut down"))
+            }),
+        }
+    }
+
+    /// Carries out many operations, in as many calls as it takes, one after the other.
+    pub(super) async fn submit_all(&self, ops: &[Op]) -> Vec<Outcome> {
+        let mut outcomes = Vec::with_capacity(ops.len());
+        for chunk in ops.chunks(BATCH) {
+            outcomes.extend(self.deliver(chunk).await);
+        }
+        outcomes
+    }
+
+    /// A call is over: whoever queued up meanwhile travels now.
+    fn next_call(self: &Arc<Self>) {
+        let mut desk = self.desk();
+        desk.calls -= 1;
+        if desk.queue.is_empty() || desk.calls >= CALLS {
+            return;
+        }
+        desk.calls += 1;
+        drop(desk);
+        let post = Arc::clone(self);
+        match tokio::runtime::Handle::try_current() {
+            Ok(runtime) => drop(runtime.spawn(async move { post.run_calls().await })),
+            // Outside of a runtime: nobody is left who could travel; those who wait learn of it.
+            Err(_) => {
+                let mut desk = self.desk();
+                desk.calls -= 1;
+                desk.queue.clear();
+            }
+        }
+    }
+
+    async fn run_calls(self: Arc<Self>) {
+        let _call = Call(&self);
+        loop {
+            let batch: Vec<_> = {
+                let mut desk = self.desk();
+                let count = desk.queue.len().min(BATCH);
+                desk.queue.drain(..count).collect()
+            };
+            if batch.is_empty() {
+                return;
+            }
+            let (ops, tells): (Vec<Op>, Vec<_>) = batch.into_iter().unzip();
+            for (tell, outcome) in tells.into_iter().zip(self.deliver(&ops).await) {
+                let _ = tell.send(outcome);
+            }
+        }
+    }
+
+    /// One call, with repetitions: every operation is idempotent by its owner. An operation that the server refuses spoils its
+    /// batch; then each is tried by itself.
+    async fn deliver(&self, ops: &[Op]) -> Vec<Outcome> {
+        match self.call(ops).await {
+            Ok(answers) => answers.into_iter().map(Ok).collect(),
+            Err(fault) if ops.len() == 1 => vec![Err(fault.error)],
+            Err(fault) if fault.refused => {
+                let mut outcomes = Vec::with_capacity(ops.len());
+                for op in ops {
+                    let alone = self.call(std::slice::from_ref(op)).await;
+                    let alone = alone.map_err(|fault| fault.error);
+                    outcomes.push(alone.and_then(|mut answers| answers.pop().ok_or_else(unreadable)));
+                }
+                outcomes
+            }
+            Err(fault) => {
+                let again = || Error::new(fault.error.kind(), fault.error.to_string());
+                ops.iter().map(|_| Err(again())).collect()
+            }
+        }
+    }
+
+    async fn call(&self, ops: &[Op]) -> Result<Vec<Answer>, Fault> {
+        let give_up = Clock::Boot.now().after(self.patience);
+        let mut pause = Duration::from_millis(10);
+        let mut repeated = false;
+        let mut by_hash = true;
+        loop {
+            let sent = Clock::Boot.now();
+            let fault = match self.link.send(&command(ops, by_hash)).await {
+                Ok(value) => match read(value, ops.len()) {
+                    Some((server, replies)) => {
+                        self.link.note_time(sent, server);
+                        let answer = |reply| Answer { reply, sent, repeated };
+                        return Ok(replies.into_iter().map(answer).collect());
+                    }
+                    None => {
+                        return Err(Fault {
+                            error: unreadable(),
+                            broken: false,
+                            passing: false,
+                            no_script: false,
+                            refused: true,
+                        });
+                    }
+                },
+                Err(fault) => fault,
+            };
+            if fault.no_script {
+                by_hash = false;
+                continue;
+            }
+            repeated |= fault.error.kind() == ErrorKind::Ambiguous;
+            if !fault.passing || Clock::Boot.now().after(pause) >= give_up {
+                return Err(fault);
+            }
+            tracing::debug!("trying again: {}", fault.error);
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(Duration::from_millis(500));
+        }
+    }
+}
+
+/// One of the calls under way; gives its place up when it is done or dropped.
+struct Call<'a>(&'a Arc<Post>);
+
+impl Drop for Call<'_> {
+    fn drop(&mut self) {
+        self.0.next_call();
+    }
+}
+
+fn command(ops: &[Op], by_hash: bool) -> Cmd {
+    let mut command = if by_hash { redis::cmd("EVALSHA") } else { redis::cmd("EVAL") };
+    command.arg(if by_hash { LINE.get_hash() } else { include_str!("line.lua") });
+    command.arg(ops.len() * 4);
+    for op in ops {
+        let keys = &op.keys;
+        command.arg(&keys.main).arg(&keys.token).arg(&keys.queue).arg(&keys.tombstones);
+    }
+    let longest = ops.iter().map(|op| op.ttl).max().unwrap_or_default();
+    command.arg(millis(WINDOW)).arg(millis(REMEMBER + longest)).arg(millis(LINGER));
+    for op in ops {
+        command.arg(&*op.code).arg(&op.owner).arg(millis(op.ttl)).arg(&op.note);
+    }
+    command
+}
+
+fn millis(span: Duration) -> u64 {
+    u64::try_from(span.as_millis()).unwrap_or(u64::MAX)
+}
+
+fn unreadable() -> Error {
+    Error::new(ErrorKind::Engine, "the script's answer cannot be understood; please report this")
+}
+
+fn read(value: Value, count: usize) -> Option<(u64, Vec<Reply>)> {
+    let Value::Array(values) = value else { return None };
+    let mut values = values.into_iter();
+    let server = number(&values.next()?)?;
+    let replies: Option<Vec<Reply>> = values.map(|value| read_reply(&value)).collect();
+    replies.filter(|replies| replies.len() == count).map(|replies| (server, replies))
+}
+
+fn read_reply(value: &Value) -> Option<Reply> {
+    let parts = match value {
+        Value::BulkString(_) => return Some(Reply::Held { token: number(value)? }),
+        Value::Int(4) => return Some(Reply::Released(1)),
+        Value::Int(5) => return Some(Reply::Renewed(true)),
+        Value::Array(parts) => parts,
+        _ => return None,
+    };
+    let at = |index: usize| parts.get(index).and_then(number);
+    Some(match at(0)? {
+        2 => Reply::Waits { arrival: at(1)?, look: Duration::from_millis(at(2)?), foreign: at(3)? == 1 },
+        3 => Reply::Busy,
+        4 => Reply::Released(at(1)?),
+        5 => Reply::Renewed(at(1)? == 1),
+        6 => Reply::OtherPermits(at(1)?),
+        7 => Reply::GivenUp,
+        8 => Reply::Evicted(at(1)?),
+        _ => return None,
+    })
+}
+
+pub(super) fn number(value: &Value) -> Option<u64> {
+    match value {
+        Value::Int(number) => u64::try_from(*number).ok(),
+        Value::BulkString(bytes) => std::str::from_utf8(bytes).ok()?.parse().ok(),
+        _ => None,
+    }
+}

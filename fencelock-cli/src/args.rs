@@ -1,7 +1,9 @@
 //! The command line: what can be said, and what is refused before anything is touched.
 
+use crate::bench::{Bench, BenchPeer};
 use crate::exit::Failure;
 use crate::text::span;
+use crate::torture::Torture;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
@@ -54,6 +56,16 @@ pub(crate) enum Command {
     Break(Break),
     /// Run a command while being the leader; stop it and stand again when that is lost.
     Elect(Elect),
+    /// Hammer the engine from many processes and check exclusion, order and tokens.
+    Torture(Torture),
+    /// Measure throughput and latency of the engine from here.
+    Bench(Bench),
+    /// One process of a torture.
+    #[command(hide = true, name = crate::torture::WORKER)]
+    TortureWorker,
+    /// One process of a measurement of hand-overs.
+    #[command(hide = true)]
+    BenchPeer(BenchPeer),
     /// Print a completion script for a shell.
     Completions {
         /// The shell.

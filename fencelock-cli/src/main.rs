@@ -1,6 +1,6 @@
 //! The command-line tool: reads the command line, runs one of its commands, and ends with the exit code of the manual.
 //!
-//! * `args`: what can be said. `run`, `elect`, `admin`: the commands. `exit`: how they end.
+//! * `args`: what can be said. `run`, `elect`, `admin`, `torture`, `bench`: the commands. `exit`: how they end.
 //! * `hold`, `line`: getting the lock. `under`: a command while the lock is held.
 //! * `supervised`, `protocol`, `supervisor`, `tree`: the process between the tool and its command, from both sides.
 //! * `signals`, `terminal`, `console`, `text`, `log`: dealing with the world.
@@ -14,6 +14,7 @@ compile_error!("the command-line tool needs Linux: it supervises its command by 
 
 mod admin;
 mod args;
+mod bench;
 mod command;
 mod console;
 mod elect;
@@ -28,6 +29,7 @@ mod supervised;
 mod supervisor;
 mod terminal;
 mod text;
+mod torture;
 mod tree;
 mod under;
 
@@ -80,6 +82,10 @@ async fn dispatch(cli: &Cli) -> Result<Exit, Failure> {
         Command::List(args) => admin::list(&cli.url, args).await,
         Command::Break(args) => admin::take_away(&cli.url, args).await,
         Command::Elect(args) => elect::elect(&cli.url, args).await,
+        Command::Torture(args) => torture::run(args, &cli.url).await,
+        Command::TortureWorker => torture::run_worker().await,
+        Command::Bench(args) => bench::run(args, &cli.url).await,
+        Command::BenchPeer(args) => bench::run_peer(args, &cli.url).await,
         Command::Completions { shell } => completions(*shell),
     }
 }

@@ -1,8 +1,10 @@
 //! `fencelock torture`: hammers the engine and tells whether it kept its promises. What is done and how it is judged is in
 //! the test kit; here are the command line, the progress on a terminal and the verdict.
 
+use crate::admin;
+use crate::exit::{Exit, Failure};
 use clap::Args;
-use fencelock::{Error, ErrorKind, Result, connect, parse_duration};
+use fencelock::{Error, ErrorKind, connect, parse_duration};
 use fencelock_testkit::torture::{self, Plan, Progress, Verdict, Workers};
 use std::io::{IsTerminal, Write, stderr};
 use std::time::Duration;
@@ -47,7 +49,7 @@ impl Torture {
 }
 
 /// Ends with 0 when every promise was kept, with 1 when one was broken.
-pub(crate) async fn run(args: &Torture, url: &str) -> Result<u8> {
+pub(crate) async fn run(args: &Torture, url: &str) -> Result<Exit, Failure> {
     let workers = workers(args, url).await?;
     let live = !args.json && stderr().is_terminal();
     let verdict = torture::run(&args.plan(url), workers, |progress| {
@@ -59,16 +61,17 @@ pub(crate) async fn run(args: &Torture, url: &str) -> Result<u8> {
     if live {
         let _ = write!(stderr(), "\r\x1b[K");
     }
-    print(args, &verdict);
-    Ok(u8::from(!verdict.ok))
+    print(args, &verdict)?;
+    Ok(Exit::Code(u8::from(!verdict.ok)))
 }
 
 /// The work of one process, which it reads from standard input.
-pub(crate) async fn run_worker() -> Result<u8> {
-    torture::work(torture::by_url()).await.map(|()| 0)
+pub(crate) async fn run_worker() -> Result<Exit, Failure> {
+    torture::work(torture::by_url()).await?;
+    Ok(Exit::OK)
 }
 
-async fn workers(args: &Torture, url: &str) -> Result<Workers> {
+async fn workers(args: &Torture, url: &str) -> fencelock::Result<Workers> {
     let client = connect(url).await?;
     let capability = client.capability();
     if capability.processes {
@@ -92,10 +95,10 @@ fn show(progress: Progress, span: Duration) {
     let _ = stderr().flush();
 }
 
-fn print(args: &Torture, verdict: &Verdict) {
+fn print(args: &Torture, verdict: &Verdict) -> Result<Exit, Failure> {
     if args.json {
-        println!("{}", serde_json::to_string_pretty(verdict).expect("a verdict is plain data"));
+        admin::print(&format!("{}\n", serde_json::to_string_pretty(verdict).expect("a verdict is plain data")))
     } else {
-        println!("{verdict}");
+        admin::print(&format!("{verdict}\n"))
     }
 }

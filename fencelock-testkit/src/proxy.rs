@@ -308,7 +308,9 @@ impl Connection {
             if way == Way::ToClient && count > 0 && self.lose() {
                 return None;
             }
-            if way == Way::ToServer && let Some(overheard) = &mut *self.counters.overheard() {
+            if way == Way::ToServer
+                && let Some(overheard) = &mut *self.counters.overheard()
+            {
                 overheard.extend_from_slice(&buffer[..count]);
             }
             let delay = faults.borrow().delay;

@@ -72,9 +72,8 @@ async fn the_file_engine_withstands_torture_with_killed_processes() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_wrapped_engine_that_breaks_nothing_withstands_torture() {
     let subject = Subject::memory();
-    let honest: Connect = Arc::new(|url| {
-        Box::pin(async move { Ok(Client::with_engine(Arc::new(Relay::new(connect(&url).await?)))) })
-    });
+    let honest: Connect =
+        Arc::new(|url| Box::pin(async move { Ok(Client::with_engine(Arc::new(Relay::new(connect(&url).await?)))) }));
     good(&run(&plan(&subject), Workers::Here(honest)).await);
 }
 

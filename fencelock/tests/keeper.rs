@@ -85,7 +85,10 @@ async fn no_failure_lets_a_holder_believe_for_longer_than_its_lease() {
             let guard = stage.client.mutex("a").ttl(ttl).acquire().await.unwrap();
             guard.lost().await;
             assert!(started.elapsed() <= ttl, "{answer:?}: {ttl:?} became {:?}", started.elapsed());
-            assert!(started.elapsed() >= ttl - ttl / 50 - Duration::from_millis(5), "{answer:?}: {ttl:?} was cut short");
+            assert!(
+                started.elapsed() >= ttl - ttl / 50 - Duration::from_millis(5),
+                "{answer:?}: {ttl:?} was cut short"
+            );
         }
     }
 }

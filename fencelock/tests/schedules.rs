@@ -212,7 +212,8 @@ impl<'a> Play<'a> {
         };
         let abort = task.abort_handle();
         let number = self.claims;
-        let claim = Claim { number, label, client, name, mode, answer, abort, guard: None, slept: false, evicted: false };
+        let claim =
+            Claim { number, label, client, name, mode, answer, abort, guard: None, slept: false, evicted: false };
         self.waiting.push(claim);
         // It joins now, before anything else happens: so the order of this list is the order of arrival.
         self.stage.let_run(client);
@@ -388,8 +389,12 @@ impl<'a> Play<'a> {
 
     /// While nobody sleeps, the line is exactly what the rule says, and exactly those hold who believe to.
     fn the_line_follows_the_rule(&self, name: usize, status: &Status) {
-        let modes: Vec<Mode> =
-            status.holders.iter().map(|holder| holder.mode).chain(status.waiters.iter().map(|waiter| waiter.mode)).collect();
+        let modes: Vec<Mode> = status
+            .holders
+            .iter()
+            .map(|holder| holder.mode)
+            .chain(status.waiters.iter().map(|waiter| waiter.mode))
+            .collect();
         assert!(status.holders.len() <= rule::holders(&modes), "too many hold: {status:#?}");
         let in_use = |claim: &&Claim| claim.name == name && (self.stopped[claim.client] || claim.slept);
         if self.stopped.contains(&true) || self.waiting.iter().chain(&self.holding).any(|claim| in_use(&claim)) {

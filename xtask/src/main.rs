@@ -37,7 +37,10 @@ fn test<'a>(rest: &[&'a str]) -> Vec<Step<'a>> {
     all.extend(rest);
     vec![
         // Every feature must also build without the others.
-        ("the library without any engine's feature", vec!["check", "--quiet", "-p", "fencelock", "--no-default-features"]),
+        (
+            "the library without any engine's feature",
+            vec!["check", "--quiet", "-p", "fencelock", "--no-default-features"],
+        ),
         ("all tests", all),
     ]
 }

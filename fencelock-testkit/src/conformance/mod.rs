@@ -13,8 +13,8 @@ pub mod names;
 pub mod others;
 pub mod processes;
 pub mod semaphore;
-pub mod sharing;
 pub mod several;
+pub mod sharing;
 pub mod with;
 
 use std::future::Future;

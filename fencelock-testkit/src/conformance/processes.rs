@@ -160,11 +160,8 @@ pub async fn tokens_grow_across_processes_and_restarts(subject: &Subject) {
 /// Three processes in line: one after the other, in order.
 pub async fn processes_take_turns_in_order(subject: &Subject) {
     let Some(client) = serves_processes(subject).await else { return };
-    let probes = [
-        Probe::connect(subject.url()).await,
-        Probe::connect(subject.url()).await,
-        Probe::connect(subject.url()).await,
-    ];
+    let probes =
+        [Probe::connect(subject.url()).await, Probe::connect(subject.url()).await, Probe::connect(subject.url()).await];
     for _ in 0..3 {
         let holder = client.mutex(NAME).ttl(LONG).acquire().await.unwrap();
         let mut newest = holder.token().as_u64();

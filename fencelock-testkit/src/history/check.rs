@@ -130,6 +130,8 @@ struct Story {
     last: u64,
     /// Its process stood still meanwhile.
     stalled: bool,
+    /// From when until when its process was dying.
+    dying: Option<(u64, u64)>,
 }
 
 impl Story {
@@ -150,6 +152,7 @@ impl Story {
             clash: None,
             last: event.at,
             stalled: false,
+            dying: None,
         }
     }
 
@@ -166,7 +169,7 @@ impl Story {
             What::GaveUp(why) => self.gave_up = Some((event.at, *why)),
             What::Failed { message } => self.failed = Some(message.clone()),
             What::Clash => self.clash = Some(event.at),
-            What::Waits { .. } | What::Evicts { .. } | What::Evicted | What::Stalled { .. } => {}
+            What::Waits { .. } | What::Evicts { .. } | What::Evicted | What::Killed { .. } | What::Stalled { .. } => {}
         }
     }
 
@@ -230,7 +233,8 @@ fn lines(events: &[Event]) -> BTreeMap<String, LineStory> {
                 current = Some((event.process, event.claim, name));
             }
             what => {
-                let Some((_, _, name)) = current.filter(|(process, claim, _)| (*process, *claim) == (event.process, event.claim))
+                let Some((_, _, name)) =
+                    current.filter(|(process, claim, _)| (*process, *claim) == (event.process, event.claim))
                 else {
                     continue;
                 };
@@ -244,6 +248,7 @@ fn lines(events: &[Event]) -> BTreeMap<String, LineStory> {
         }
     }
     mark_stalled(&ordered, &mut lines);
+    mark_dying(&ordered, &mut lines);
     lines
 }
 
@@ -261,6 +266,18 @@ fn mark_stalled(events: &[&Event], lines: &mut BTreeMap<String, LineStory>) {
     for story in lines.values_mut().flat_map(|line| &mut line.claims) {
         let stalls = stalls.get(&story.process).map_or(&[][..], Vec::as_slice);
         story.stalled = stalls.iter().any(|(since, until)| *since <= story.last && *until >= story.waits);
+    }
+}
+
+fn mark_dying(events: &[&Event], lines: &mut BTreeMap<String, LineStory>) {
+    let mut deaths: HashMap<u64, (u64, u64)> = HashMap::new();
+    for event in events {
+        if let What::Killed { process, since } = event.what {
+            deaths.insert(process, (since, event.at));
+        }
+    }
+    for story in lines.values_mut().flat_map(|line| &mut line.claims) {
+        story.dying = deaths.get(&story.process).copied();
     }
 }
 
@@ -435,12 +452,15 @@ impl Finder<'_> {
         }
     }
 
-    /// Whether somebody else was inside longer than its lock lasted, and says so itself.
+    /// Whether somebody else was inside longer than its lock lasted, and says so itself, or was just dying: then the kernel
+    /// may free its lock before its room.
     fn overstayed(&self, story: &Story, at: u64) -> bool {
         self.line.claims.iter().any(|other| {
             let late = other.stalled || matches!(other.ended, Some((_, Ended::Lost)));
-            let inside = other.granted.is_some_and(|(from, _)| from <= at) && other.last >= at;
-            late && inside && (other.process, other.claim) != (story.process, story.claim)
+            let inside = other.granted.is_some_and(|(from, _)| from <= at);
+            let dying = other.ended.is_none() && other.dying.is_some_and(|(from, until)| (from..=until).contains(&at));
+            let another = (other.process, other.claim) != (story.process, story.claim);
+            another && inside && (dying || late && other.last >= at)
         })
     }
 }

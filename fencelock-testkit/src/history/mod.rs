@@ -69,6 +69,13 @@ pub enum What {
     },
     /// The lock was taken away; follows `Evicts` of the same claim number.
     Evicted,
+    /// Another process was killed, and is gone now.
+    Killed {
+        /// Which one.
+        process: u64,
+        /// When it was about to be killed, in nanoseconds since boot.
+        since: u64,
+    },
     /// The process stood still from then until now.
     Stalled {
         /// When it ran last, in nanoseconds since boot.

@@ -3,8 +3,8 @@
 //! Requests are read by a thread of its own, which answers `Look` itself: that must not depend on whether the runtime
 //! makes progress.
 
-use crate::ask::{Ask, Patience};
 use super::{Granted, Line, Look, Reply, Request};
+use crate::ask::{Ask, Patience};
 use fencelock::{Client, Clock, Error, Guard, Mode, Owner, Result};
 use std::collections::HashMap;
 use std::io::{BufRead, Write};
@@ -89,11 +89,8 @@ impl Served {
             borrowed: guard.is_borrowed(),
             at: Clock::Boot.now().as_nanos(),
         };
-        let kept = Kept {
-            guard: Mutex::new(Some(guard)),
-            watched: AtomicBool::new(false),
-            last_valid: AtomicU64::new(0),
-        };
+        let kept =
+            Kept { guard: Mutex::new(Some(guard)), watched: AtomicBool::new(false), last_valid: AtomicU64::new(0) };
         locked(&self.guards).insert(number, Arc::new(kept));
         Reply::Granted(granted)
     }

@@ -12,8 +12,7 @@ mod worker;
 
 pub use verdict::Verdict;
 
-use crate::history::{self, Kind, Violation};
-use crate::history::Recorder;
+use crate::history::{self, Kind, Recorder, Violation};
 use fencelock::{Client, Error, ErrorKind, Owner, Result, connect};
 use futures_util::future::{BoxFuture, join_all};
 use job::Job;
@@ -206,5 +205,7 @@ pub async fn work(connect: Connect) -> Result<()> {
 }
 
 fn local(error: io::Error) -> Error {
-    Error::new(ErrorKind::Unavailable, "the torture cannot be carried out on this machine").during("torture").caused_by(error)
+    Error::new(ErrorKind::Unavailable, "the torture cannot be carried out on this machine")
+        .during("torture")
+        .caused_by(error)
 }

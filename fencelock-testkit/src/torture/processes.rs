@@ -2,7 +2,7 @@
 
 use super::job::Job;
 use super::{Connect, Counters, Plan, failed, hung, worker};
-use crate::history::Violation;
+use crate::history::{Recorder, Violation, What};
 use crate::rng::Rng;
 use futures_util::future::try_join_all;
 use std::ffi::OsString;
@@ -16,11 +16,18 @@ use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::time::Instant;
 
 /// Runs the processes until the plan's time is over.
-pub(super) async fn run(plan: &Plan, job: &Job, command: &[OsString], counters: &Arc<Counters>) -> io::Result<Vec<Violation>> {
+pub(super) async fn run(
+    plan: &Plan,
+    job: &Job,
+    command: &[OsString],
+    counters: &Arc<Counters>,
+) -> io::Result<Vec<Violation>> {
     let numbers = AtomicU64::new(1);
+    let recorder = Recorder::in_dir(&job.dir, 0)?;
+    let limit = Instant::now() + plan.lasts + plan.patience * 2;
     let seats = (0..plan.processes).map(|seat| {
         let dice = Rng::new(plan.seed ^ u64::from(seat));
-        Seat { plan, job, command, counters, numbers: &numbers, dice, limit: Instant::now() + plan.lasts + plan.patience * 2 }.run()
+        Seat { plan, job, command, counters, numbers: &numbers, recorder: &recorder, dice, limit }.run()
     });
     let outcomes = try_join_all(seats).await?;
     Ok(outcomes.into_iter().flatten().collect())
@@ -34,6 +41,8 @@ struct Seat<'a> {
     counters: &'a Arc<Counters>,
     /// Gives every process a number of its own.
     numbers: &'a AtomicU64,
+    /// Writes down who was killed when.
+    recorder: &'a Recorder,
     dice: Rng,
     /// When the process must have ended by itself.
     limit: Instant,
@@ -49,7 +58,9 @@ impl Seat<'_> {
             tokio::select! {
                 status = child.wait() => return status.map(judge),
                 () = tokio::time::sleep(lives), if self.plan.kill && !self.job.is_over() => {
+                    let since = Recorder::now();
                     child.kill().await?;
+                    self.recorder.record(0, What::Killed { process: job.process, since });
                     self.counters.kills.fetch_add(1, Ordering::Relaxed);
                 }
                 () = tokio::time::sleep_until(self.limit) => {

@@ -1,8 +1,6 @@
 //! The rooms that the locks protect: files on which the kernel keeps its own locks. Whoever holds a lock of the engine
-//! must find its room free; this depends on no clock and on no history.
-//!
-//! The kernel closes the files of a killed process in the order of their numbers. So the rooms are opened before the
-//! engine is: a dead process has left its rooms when its locks become free.
+//! must find its room free; this depends on no clock and on no history. Only while a process is dying may its room be
+//! taken although its lock is free: the kernel closes its files in whatever order.
 
 use super::job::{Job, Target};
 use fencelock::Mode;

@@ -6,7 +6,7 @@ use super::{Connect, Counters};
 use crate::ask::{Ask, Patience};
 use crate::history::{Ended, GaveUp, Recorder, What};
 use crate::rng::Rng;
-use fencelock::{Client, Error, ErrorKind, Guard, Mode, Result};
+use fencelock::{Client, Error, ErrorKind, Guard, Mode, Owner, Result};
 use futures_util::future::join_all;
 use std::future::Future;
 use std::io;
@@ -18,7 +18,6 @@ use std::time::Duration;
 /// Runs all workers of one process until the job is over.
 pub(super) async fn run(job: Job, connect: Connect, counters: Arc<Counters>) -> io::Result<()> {
     let job = Arc::new(job);
-    // Before the engine: see the note on rooms.
     let rooms: Vec<Rooms> = (0..job.workers).map(|_| Rooms::open(&job)).collect::<io::Result<_>>()?;
     let recorder = Arc::new(Recorder::in_dir(&job.dir, job.process)?);
     let client = connect(job.url.clone()).await.map_err(io::Error::other)?;
@@ -271,15 +270,22 @@ impl Worker {
 
     /// Two mutexes at once, named in any order.
     async fn hold_several(&mut self) {
-        let alone: Vec<String> =
-            self.targets.iter().filter(|target| target.modes == [Mode::Exclusive]).map(|target| target.name.clone()).collect();
+        let alone: Vec<String> = self
+            .targets
+            .iter()
+            .filter(|target| target.modes == [Mode::Exclusive])
+            .map(|target| target.name.clone())
+            .collect();
         let (one, other) = (self.dice.index(alone.len()), self.dice.index(alone.len()));
         if one == other {
             return self.hold_one(Patience::Endless).await;
         }
         let names = [alone[one].as_str(), alone[other].as_str()];
         let claims = names.map(|name| self.asks(name, Mode::Exclusive));
-        let all = self.client.all(names).ttl(self.job.ttl).label(self.label(claims[0]));
+        let mut all = self.client.all(names).ttl(self.job.ttl).label(self.label(claims[0]));
+        if self.dice.chance(50) {
+            all = all.owner(Owner::random());
+        }
         let guard = match self.watched(claims[0], names[0], "", None, all.acquire()).await {
             Some(Ok(guard)) => guard,
             Some(Err(error)) => return self.failed(claims[0], &error),

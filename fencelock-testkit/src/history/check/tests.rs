@@ -219,6 +219,18 @@ fn somebody_inside_is_found_unless_it_says_itself_that_it_overstayed() {
 }
 
 #[test]
+fn somebody_inside_who_is_just_being_killed_is_forgiven() {
+    let mut tale = Tale::default();
+    tale.claim(1, 0, Exclusive).granted(1, 5).valid(2);
+    tale.claim(2, 2, Exclusive).granted(10, 6).say(11, What::Clash).say(12, What::Ended(Ended::Released));
+    assert_eq!(tale.kinds(), [Kind::Clash]);
+    Teller(&mut tale, 0).say(12, What::Killed { process: 1, since: 9_000_000 });
+    assert_eq!(tale.kinds(), []);
+    tale.0.last_mut().unwrap().at = 10_500_000;
+    assert_eq!(tale.kinds(), [Kind::Clash], "it was gone before");
+}
+
+#[test]
 fn spans_are_cut() {
     assert_eq!(without((0, 10), (3, 5)), [(0, 3), (5, 10)]);
     assert_eq!(without((0, 10), (10, 12)), [(0, 10)]);

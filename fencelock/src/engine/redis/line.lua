@@ -179,13 +179,15 @@ local function set_up()
     return known and known ~= of and known
   end
 
-  -- The token of an owner that holds already; a new one if that was evicted.
+  -- The token of an owner that holds already; a new one if that was evicted. Begins with what a server without memory does not
+  -- refuse; after that it refuses nothing.
   local function held(cur, K, T, W, D, owner, mode, of, ttl, note)
     if cur == owner then
       call('PEXPIRE', K, ttl)
       return match(call('GET', T) or '', '^%d+') or mint(T, note, ttl)
     end
     if together(cur) and call('ZSCORE', D, owner) then
+      call('PEXPIRE', K, ttl)
       local token = match(call('HGET', W, owner) or '', '^h\n(%d+)')
       if not token then
         token = mint(T, note, ttl)
@@ -266,6 +268,8 @@ local function set_up()
   local function renew(K, W, D, owner, ttl)
     local over = together(call('GET', K)) and call('ZSCORE', D, owner)
     if not over or tonumber(over) <= now then return {5, 0} end
+    -- First, as above.
+    call('PEXPIRE', K, ttl)
     call('ZADD', D, str(math.max(tonumber(over), now + ttl * 1000)), owner)
     prolong(K, W, D)
     return {5, 1}

@@ -22,6 +22,7 @@ use crate::url::Url;
 use crate::{Claim, Clock, Error, ErrorKind, Grant, Hold, Mode, Name, Owner, Release, Renewal, Result, Status, Token};
 use async_trait::async_trait;
 use redis::{ConnectionAddr, ConnectionInfo, IntoConnectionInfo, ProtocolVersion, TlsCertificates};
+use rustls::crypto::CryptoProvider;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -38,6 +39,10 @@ pub(crate) async fn open(url: &Url, text: &str) -> Result<RedisEngine> {
     let tls = tls(&mut url)?;
     url.finish(&OPTIONS)?;
     let (info, address) = connection_info(&url, text)?;
+    if matches!(info.addr(), ConnectionAddr::TcpTls { .. }) && CryptoProvider::get_default().is_none() {
+        // TLS panics in a program that has chosen no cryptography. Somebody else may choose at the same moment: that is as good.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+    }
     let db = info.redis_settings().db();
     let client = match tls {
         Some(tls) => redis::Client::build_with_tls(info, tls),

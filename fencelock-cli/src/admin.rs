@@ -3,6 +3,7 @@
 use crate::args::{Break, List, Status as StatusArgs};
 use crate::console::say;
 use crate::exit::{Exit, Failure, UNAVAILABLE};
+use crate::run::reach;
 use crate::text::{plain, span, table};
 use fencelock::{Client, Holder, Name, Status};
 use std::io::{self, BufRead, IsTerminal, Write};
@@ -12,7 +13,7 @@ pub(crate) async fn status(url: &str, args: &StatusArgs) -> Result<Exit, Failure
         return show_all(url, "", args.json).await;
     };
     Name::new(name)?;
-    let client = fencelock::connect(url).await?;
+    let client = reach(url).await?;
     let status = client.status(name).await?;
     if args.json {
         print_json(&status)
@@ -26,7 +27,7 @@ pub(crate) async fn list(url: &str, args: &List) -> Result<Exit, Failure> {
 }
 
 async fn show_all(url: &str, prefix: &str, json: bool) -> Result<Exit, Failure> {
-    let client = fencelock::connect(url).await?;
+    let client = reach(url).await?;
     let found = client.list(prefix).await?;
     if json {
         return print_json(&found);
@@ -86,7 +87,7 @@ pub(crate) async fn take_away(url: &str, args: &Break) -> Result<Exit, Failure> 
     if !args.yes && !asks {
         return Err(Failure::usage("break takes a lock away from its holder; without a terminal, confirm with --yes"));
     }
-    let client = fencelock::connect(url).await?;
+    let client = reach(url).await?;
     if !args.yes && !confirmed(&client, &args.name).await? {
         return Ok(Exit::OK);
     }

@@ -31,7 +31,7 @@ Exit status: the command's own (128 + signal when it was killed)
 
 /// A distributed lock for scripts, cron jobs and migrations.
 #[derive(Debug, Parser)]
-#[command(name = "fencelock", version, max_term_width = 120, disable_help_subcommand = true)]
+#[command(name = "fencelock", version, max_term_width = 120)]
 pub(crate) struct Cli {
     /// Where the locks are kept: file:/path, or another engine.
     ///

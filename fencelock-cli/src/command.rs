@@ -1,7 +1,7 @@
 //! The command that is to be run: whether it can be, and what it is told in its environment.
 
 use crate::exit::Failure;
-use crate::hold::Holding;
+use crate::hold::{Held, Holding};
 use crate::supervised::cannot_run;
 use rustix::fs::{Access, access};
 use std::ffi::{OsStr, OsString};
@@ -51,7 +51,10 @@ fn executable(path: &Path) -> io::Result<()> {
 pub(crate) fn environment(holding: &Holding, url: &str) -> Vec<(&'static str, OsString)> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let deadline = (now + holding.valid_for()).as_millis();
+    let mut held = Held::outer();
+    held.extend(holding.held(url));
     vec![
+        ("FENCELOCK_HELD", serde_json::to_string(&held).unwrap_or_default().into()),
         ("FENCELOCK_NAME", holding.name().into()),
         ("FENCELOCK_TOKEN", holding.token().to_string().into()),
         ("FENCELOCK_OWNER", holding.owner().to_string().into()),

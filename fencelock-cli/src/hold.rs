@@ -3,6 +3,7 @@
 use crate::args::Run;
 use crate::exit::Failure;
 use fencelock::{Client, Guard, Loss, Owner, Result, Token};
+use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
 /// Longer than this is for ever; far beyond it, clocks overflow.
@@ -34,6 +35,19 @@ impl Holding {
 
     pub(crate) fn owner(&self) -> Owner {
         self.first.owner()
+    }
+
+    /// Everything that is held here, for those who run inside.
+    pub(crate) fn held(&self, url: &str) -> Vec<Held> {
+        let of_guard = |guard: &Guard| -> Vec<Held> {
+            let owner = guard.owner().to_string();
+            let held = |name: &str| {
+                let token = guard.token_of(name)?.as_u64();
+                Some(Held { name: name.to_owned(), token, owner: owner.clone(), url: url.to_owned() })
+            };
+            guard.names().filter_map(held).collect()
+        };
+        self.guards().flat_map(of_guard).collect()
     }
 
     pub(crate) fn is_borrowed(&self) -> bool {
@@ -167,6 +181,23 @@ impl Wanted<'_> {
     }
 }
 
+/// A lock that a `fencelock run` around us holds, as `FENCELOCK_HELD` lists them, the innermost last.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Held {
+    name: String,
+    token: u64,
+    owner: String,
+    url: String,
+}
+
+impl Held {
+    /// What the environment says. One that cannot be read is not ours.
+    pub(crate) fn outer() -> Vec<Held> {
+        let text = std::env::var("FENCELOCK_HELD").unwrap_or_default();
+        serde_json::from_str(&text).unwrap_or_default()
+    }
+}
+
 /// A hold of the same lock by a `fencelock run` around us, which can be re-entered.
 pub(crate) struct Outer {
     owner: Owner,
@@ -178,22 +209,38 @@ impl Outer {
     /// The variables can outlive the hold (in a daemon, or a terminal multiplexer). Acquiring as an owner of the past would
     /// let two such leftovers take each other for one.
     pub(crate) async fn find(client: &Client, url: &str, name: &str) -> Result<Option<Self>, Failure> {
-        let variable = |key: &str| std::env::var(key).ok();
-        if variable("FENCELOCK_NAME").as_deref() != Some(name) {
+        // Who does not want to re-enter takes this variable out.
+        if std::env::var_os("FENCELOCK_OWNER").is_none() {
             return Ok(None);
         }
-        let outer_url = variable("FENCELOCK_URL").unwrap_or_default();
-        let outer_address = outer_url.split('?').next().unwrap_or_default();
-        if outer_url != url && outer_address != client.address() {
+        let here = |outer: &str| outer == url || outer.split('?').next() == Some(client.address());
+        let mut claims: Vec<Held> = Held::outer();
+        claims.extend(innermost());
+        claims.retain(|held| held.name == name && here(&held.url));
+        if claims.is_empty() {
             return Ok(None);
         }
-        let owner = variable("FENCELOCK_OWNER").and_then(|text| text.parse::<Owner>().ok());
-        let token = variable("FENCELOCK_TOKEN").and_then(|text| text.parse().ok()).map(Token::new);
-        let (Some(owner), Some(token)) = (owner, token) else { return Ok(None) };
         let status = client.status(name).await?;
-        let stands = status.holders.iter().any(|holder| holder.token == token && holder.owner == owner.short());
-        Ok(stands.then_some(Self { owner }))
+        for held in claims.iter().rev() {
+            let Ok(owner) = held.owner.parse::<Owner>() else { continue };
+            let token = Token::new(held.token);
+            if status.holders.iter().any(|holder| holder.token == token && holder.owner == owner.short()) {
+                return Ok(Some(Self { owner }));
+            }
+        }
+        Ok(None)
     }
+}
+
+/// The hold that the plain variables describe, for those who pass only these on.
+fn innermost() -> Option<Held> {
+    let variable = |key: &str| std::env::var(key).ok();
+    Some(Held {
+        name: variable("FENCELOCK_NAME")?,
+        token: variable("FENCELOCK_TOKEN")?.parse().ok()?,
+        owner: variable("FENCELOCK_OWNER")?,
+        url: variable("FENCELOCK_URL")?,
+    })
 }
 
 /// The URL that leads a command to the same engine from everywhere: a path is made absolute.

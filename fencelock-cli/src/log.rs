@@ -1,6 +1,6 @@
 //! The library's log on stderr, in the same form as the tool's own messages.
 //!
-//! Warnings are shown, `-v` shows more, `-q` nothing. `FENCELOCK_LOG` overrides (`debug`, or `fencelock::keeper=trace`).
+//! Errors are shown, `-v` shows more, `-q` nothing. `FENCELOCK_LOG` overrides (`debug`, or `fencelock::keeper=trace`).
 
 use crate::exit::Failure;
 use std::fmt;
@@ -17,7 +17,8 @@ pub(crate) fn start(quiet: bool, verbose: bool) -> Result<(), Failure> {
     let level = match (quiet, verbose) {
         (true, _) => LevelFilter::OFF,
         (_, true) => LevelFilter::DEBUG,
-        _ => LevelFilter::WARN,
+        // What the tool has to say of a loss, it says itself.
+        _ => LevelFilter::ERROR,
     };
     let filter = match std::env::var("FENCELOCK_LOG") {
         Ok(text) if !text.is_empty() => text.parse().map_err(|_| {

@@ -38,7 +38,7 @@ pub(crate) async fn run(url: &str, run: &Run) -> Result<Exit, Failure> {
 /// Connects, unless a signal comes first.
 pub(crate) async fn connect(url: &str, signals: &mut Signals) -> Result<Result<Client, Exit>, Failure> {
     tokio::select! {
-        client = fencelock::connect(url) => Ok(Ok(client?)),
+        client = reach(url) => Ok(Ok(client?)),
         signal = signals.ending() => Ok(Err(ended_by(signal))),
     }
 }
@@ -180,4 +180,17 @@ pub(crate) async fn release(holding: Holding, known_lost: bool, console: &Consol
             true
         }
     }
+}
+
+/// Connects to an engine that other processes see: a lock that only this one sees would keep nobody apart.
+pub(crate) async fn reach(url: &str) -> Result<Client, Failure> {
+    let client = fencelock::connect(url).await?;
+    let capability = client.capability();
+    if !capability.processes {
+        return Err(Failure::usage(format!(
+            "{}: is seen by one process only, so it cannot keep two commands apart; use file:/path",
+            capability.engine
+        )));
+    }
+    Ok(client)
 }

@@ -63,7 +63,8 @@ async fn the_file_engine_withstands_torture_with_killed_processes() {
     let subject = Subject::file();
     let mut plan = plan(&subject);
     plan.kill = true;
-    plan.lasts = Duration::from_secs(4);
+    plan.lasts = Duration::from_secs(8);
+    plan.processes = 3;
     let verdict = run(&plan, processes(&[]).await).await;
     good(&verdict);
     assert!(verdict.kills > 2, "{verdict}");

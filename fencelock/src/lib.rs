@@ -14,7 +14,7 @@
 //! let billed = mutex
 //!     .with(async |lock| {
 //!         // Send the token along: the database refuses an older one.
-//!         format!("UPDATE … WHERE id = 42 AND fence <= {}", lock.token())
+//!         format!("UPDATE … SET fence = {0} WHERE id = 42 AND fence <= {0}", lock.token())
 //!     })
 //!     .await?;
 //! # let _ = billed; Ok(()) }

@@ -88,6 +88,9 @@ async fn after_files_were_removed_it_works_again_when_the_holders_are_done() {
     let error = other.mutex("x").acquire().await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Engine);
     assert!(error.to_string().contains("was removed"), "{error}");
+    // Nobody is told that the lock is free.
+    assert_eq!(other.status("x").await.unwrap_err().kind(), ErrorKind::Engine);
+    assert_eq!(other.evict("x").await.unwrap_err().kind(), ErrorKind::Engine);
     assert_eq!(guard.release().await.unwrap_err().kind(), ErrorKind::Lost);
     other.settled().await;
     other.mutex("x").acquire().await.unwrap().release().await.unwrap();
@@ -212,6 +215,18 @@ async fn the_directory_s_own_permissions_say_who_may_use_the_locks() {
     for file in all_files(dir.path()) {
         let mode = fs::symlink_metadata(&file).unwrap().permissions().mode() & 0o777;
         assert_eq!(mode, 0o660, "{}", file.display());
+    }
+    drop(guard);
+}
+
+#[tokio::test]
+async fn in_a_directory_for_a_group_everything_belongs_to_the_group() {
+    let dir = TempDir::new().unwrap();
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o2770)).unwrap();
+    let guard = client(dir.path()).await.mutex("x").acquire().await.unwrap();
+    for part in ["lines", "sessions", "claims"] {
+        let mode = fs::metadata(dir.path().join(part)).unwrap().permissions().mode() & 0o7777;
+        assert_eq!(mode, 0o2770, "{part}");
     }
     drop(guard);
 }

@@ -37,7 +37,8 @@ async fn a_loading_server_is_waited_for() {
     let mut server = RedisServer::start();
     let (client, hasty) = (server.client().await, hasty(&server).await);
     let guard = hold(&client, Mode::Exclusive).await;
-    server.run(&["DEBUG", "POPULATE", "6000", "filler", "100"]);
+    let fill = "for i = 1, 6000 do redis.call('SET', 'filler' .. i, string.rep('x', 100)) end";
+    server.run(&["EVAL", fill, "0"]);
     server.run(&["SAVE"]);
     server.kill();
     server.begin_again(&[("key-load-delay", "100"), ("loading-process-events-interval-bytes", "1024")]);
@@ -184,7 +185,7 @@ async fn use_everything(server: &RedisServer, client: &Client) -> Result<()> {
         drop(guard.reenter().await?);
         let outcome = client.mutex(NAME).acquire_timeout(Duration::from_millis(20)).await;
         outcome.map(drop).or_else(|error| if error.kind() == ErrorKind::Timeout { Ok(()) } else { Err(error) })?;
-        client.settled().await;
+        settled(client).await;
         let mutex = client.mutex(NAME);
         let next = tokio::spawn(async move { mutex.acquire().await });
         while client.status(NAME).await?.waiters.is_empty() {
@@ -201,12 +202,17 @@ async fn use_everything(server: &RedisServer, client: &Client) -> Result<()> {
     guard.lost().await;
     server.run(&["SET", NAME, "somebody else", "PX", "20"]);
     client.mutex(NAME).acquire().await?.release().await?;
-    client.settled().await;
+    settled(client).await;
     Ok(())
 }
 
+/// What goes on in the background does not come to an end where a right is missing.
+async fn settled(client: &Client) {
+    let _ = tokio::time::timeout(Duration::from_millis(100), client.settled()).await;
+}
+
 async fn with_rights(server: &RedisServer, rights: &[&str]) -> Result<()> {
-    let mut command = vec!["ACL", "SETUSER", "locks", "reset", "on", ">secret"];
+    let mut command = vec!["ACL", "SETUSER", "locks", "reset", "resetchannels", "on", ">secret"];
     command.extend(rights);
     server.run(&["FLUSHALL"]);
     server.run(&["SCRIPT", "FLUSH"]);
@@ -264,7 +270,7 @@ async fn other_data_under_the_name_spoils_only_that_lock() {
 /// A slow script of somebody else blocks the server for longer than anybody waits.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_busy_server_is_unavailable_until_it_is_not() {
-    let server = RedisServer::options().set("busy-reply-threshold", "50").start();
+    let server = RedisServer::options().set("lua-time-limit", "50").start();
     let (client, hasty) = (server.client().await, hasty(&server).await);
     let guard = hold(&client, Mode::Exclusive).await;
     let slow = tokio::task::spawn_blocking({

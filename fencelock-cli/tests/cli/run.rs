@@ -210,6 +210,38 @@ fn a_nested_run_of_the_same_lock_re_enters() {
 }
 
 #[test]
+fn nested_runs_re_enter_over_another_lock_and_locks_held_as_well() {
+    let place = Place::new();
+    let tool = env!("CARGO_BIN_EXE_fencelock");
+    let deep = format!("{tool} run b -- {tool} run -n a -- sh -c 'exit 6'");
+    assert_eq!(place.run(&["run", "a", "--", "sh", "-c", &deep]).status.code(), Some(6));
+    let also = format!("{tool} run -n ledger -- sh -c 'exit 7'");
+    assert_eq!(place.run(&["run", "accounts", "-a", "ledger", "--", "sh", "-c", &also]).status.code(), Some(7));
+}
+
+#[test]
+fn the_command_is_told_the_token_of_every_lock() {
+    let place = Place::new();
+    let output = place.run(&["run", "accounts", "-a", "ledger", "--", "sh", "-c", "echo $FENCELOCK_HELD"]);
+    let told = text(&output.stdout);
+    for name in ["accounts", "ledger"] {
+        assert!(told.contains(&format!("\"name\":\"{name}\",\"token\":1")), "{told}");
+    }
+}
+
+#[test]
+fn an_engine_that_one_process_sees_is_refused() {
+    let place = Place::new();
+    for command in [&["run", "x", "--", "true"][..], &["elect", "x", "--", "true"], &["status", "x"], &["list"]] {
+        let mut args = vec!["-u", "memory:x"];
+        args.extend(command);
+        let output = place.run(&args);
+        assert_eq!(output.status.code(), Some(64), "{command:?}");
+        assert!(text(&output.stderr).contains("one process"), "{command:?}");
+    }
+}
+
+#[test]
 fn a_nested_run_of_another_lock_or_engine_does_not_re_enter() {
     let place = Place::new();
     let tool = env!("CARGO_BIN_EXE_fencelock");

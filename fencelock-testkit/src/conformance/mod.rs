@@ -160,6 +160,7 @@ macro_rules! conformance {
             eviction_reaches_another_process_at_once
             a_killed_reader_lets_the_writer_in
             a_permit_of_a_killed_process_comes_back
+            late_news_of_one_lock_is_not_taken_for_another
         }
     };
     (@each_kind $subject:expr; $($check:ident)*) => {

@@ -60,6 +60,7 @@ impl Served {
             Request::Watch { guard } => Ok(self.watch(guard)),
             Request::Lost { guard } => Ok(self.lost(guard).await),
             Request::Release { guard } => self.release(guard).await,
+            Request::Hammer { name, ttl } => Ok(self.hammer(name, ttl)),
             Request::Spawn => Ok(spawn_child()),
             Request::Look { .. } | Request::Exit => Ok(Reply::Done),
         };
@@ -72,8 +73,25 @@ impl Served {
         Ok(Reply::Done)
     }
 
+    fn client(&self) -> Client {
+        locked(&self.client).clone().expect("the probe was connected")
+    }
+
+    fn hammer(&self, name: String, ttl: Duration) -> Reply {
+        let mutex = self.client().mutex(name).ttl(ttl);
+        tokio::spawn(async move {
+            loop {
+                // It may lose the lock while it stands still.
+                if let Ok(guard) = mutex.acquire().await {
+                    let _ = guard.release().await;
+                }
+            }
+        });
+        Reply::Done
+    }
+
     async fn acquire(&self, name: &str, mode: Mode, ttl: Duration, wait: bool, owner: Option<String>) -> Result<Reply> {
-        let client = locked(&self.client).clone().expect("the probe was connected");
+        let client = self.client();
         let owner = owner.map(|owner| owner.parse::<Owner>()).transpose()?;
         let patience = if wait { Patience::Endless } else { Patience::None };
         let guard = Ask { name, mode, ttl, label: "probe", owner }.of(&client, patience).await?;

@@ -116,7 +116,7 @@ impl RedisOptions {
 
     fn configuration(&self, dir: &Path, port: u16, tls_port: u16) -> String {
         let mut text = format!("bind 127.0.0.1\nport {port}\ndir {}\nsave \"\"\n", dir.display());
-        text.push_str("logfile server.log\nenable-debug-command yes\n");
+        text.push_str("logfile server.log\n");
         if self.tls {
             let _ = writeln!(text, "tls-port {tls_port}\ntls-auth-clients no\ntls-ca-cert-file ca.pem");
             let _ = writeln!(text, "tls-cert-file server.pem\ntls-key-file server.key");

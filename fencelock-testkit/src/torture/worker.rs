@@ -81,14 +81,14 @@ impl Worker {
         match (self.number, self.dice.below(100)) {
             (0, _) if self.job.workers > 2 => self.hold_for_long(3).await,
             (1, _) if self.job.workers > 2 && self.may_evict() => self.evict().await,
-            (_, 0..10) => self.hold_several().await,
-            (_, 10..20) => self.hold_one(Patience::None).await,
-            (_, 20..30) => {
+            (_, 0..20) => self.hold_several().await,
+            (_, 20..30) => self.hold_one(Patience::None).await,
+            (_, 30..40) => {
                 let span = self.dice.span(Duration::from_millis(30));
                 self.hold_one(Patience::AtMost(span)).await;
             }
-            (_, 30..40) => self.wait_and_leave().await,
-            (_, 40..50) => self.re_enter().await,
+            (_, 40..50) => self.wait_and_leave().await,
+            (_, 50..60) => self.re_enter().await,
             _ => self.hold_one(Patience::Endless).await,
         }
     }

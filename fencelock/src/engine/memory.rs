@@ -2,7 +2,7 @@
 //!
 //! It keeps time by tokio's clock, so that a test can pause and advance it. Nothing of it survives the process.
 
-use super::line::wait::{Inbox, LineEngine, LineStore, deliver_own};
+use super::line::wait::{Inbox, LineEngine, LineStore, Need, deliver_own};
 use super::line::{Entry, Head, Line, Session, Shelf, Word, World};
 use super::{Capability, Purpose};
 use crate::url::Url;
@@ -184,7 +184,7 @@ impl LineStore for MemoryStore {
         Ok(self.session)
     }
 
-    async fn step<R, F>(&self, name: &Name, make: bool, step: F) -> Result<R>
+    async fn step<R, F>(&self, name: &Name, need: Need, step: F) -> Result<R>
     where
         R: Send + 'static,
         F: FnOnce(&mut Line<'_, MemoryShelf, MemoryWorld>) -> Result<R> + Send + 'static,
@@ -194,7 +194,7 @@ impl LineStore for MemoryStore {
             let mut none = MemoryShelf::default();
             let shelf = match lines.get_mut(name) {
                 Some(shelf) => shelf,
-                None if make => lines.entry(name.clone()).or_default(),
+                None if need == Need::Line => lines.entry(name.clone()).or_default(),
                 None => &mut none,
             };
             let mut line = Line::new(shelf, &MemoryWorld);

@@ -74,7 +74,8 @@ impl Mutex {
     /// Acquires, runs the body, releases: also when the body panics. When the lock is lost, the body is stopped where it
     /// waits.
     ///
-    /// A release that fails does not cost the body's value; it goes on in the background.
+    /// A release that fails does not cost the body's value; it goes on in the background. A body that can fail itself gives a
+    /// result in a result: `mutex.with(async |lock| write(lock.token()).await).await??`.
     ///
     /// # Errors
     /// `Lost` when the lock was lost before the body was done; otherwise as for [`acquire`](Mutex::acquire).

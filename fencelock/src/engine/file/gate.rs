@@ -7,6 +7,7 @@ use super::Shared;
 use super::page::{PAGE, PageShelf};
 use super::root::create;
 use super::session::SESSION_BIT;
+use crate::engine::line::wait::Need;
 use crate::engine::line::{Line, Session, Word, World};
 use crate::{Clock, Error, ErrorKind, Moment, Name, Owner, Result};
 use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags};
@@ -50,7 +51,7 @@ struct Job<F> {
     shared: Arc<Shared>,
     line: Arc<LineFile>,
     gate: OwnedMutexGuard<Gate>,
-    make: bool,
+    need: Need,
     step: F,
 }
 
@@ -70,13 +71,13 @@ impl LineFile {
 
     /// Runs a step alone on this line. Calls that could wait for another process run on a thread of their own; the others take
     /// microseconds and run here.
-    pub(super) async fn step<R, F>(self: Arc<Self>, shared: &Arc<Shared>, make: bool, step: F) -> Result<R>
+    pub(super) async fn step<R, F>(self: Arc<Self>, shared: &Arc<Shared>, need: Need, step: F) -> Result<R>
     where
         R: Send + 'static,
         F: FnOnce(&mut Line<'_, PageShelf, FileWorld>) -> Result<R> + Send + 'static,
     {
         let gate = Arc::clone(&self.gate).lock_owned().await;
-        let job = Job { shared: Arc::clone(shared), line: self, gate, make, step };
+        let job = Job { shared: Arc::clone(shared), line: self, gate, need, step };
         match job.run(false) {
             Ok(done) => done,
             Err(job) => tokio::task::spawn_blocking(move || match job.run(true) {
@@ -94,7 +95,7 @@ impl LineFile {
     pub(super) fn retire(self: &Arc<Self>, shared: &Arc<Shared>) {
         let Ok(mut gate) = Arc::clone(&self.gate).try_lock_owned() else { return };
         let Ok(Entry::Entered(file)) = gate.enter(shared, self, false, false) else { return };
-        let job = Job { shared: Arc::clone(shared), line: Arc::clone(self), gate, make: false, step: () };
+        let job = Job { shared: Arc::clone(shared), line: Arc::clone(self), gate, need: Need::Nothing, step: () };
         let emptied = job.load(&file).and_then(|mut shelf| {
             let world = FileWorld { shared: Arc::clone(shared), line: Arc::clone(self) };
             let mut line = Line::new(&mut shelf, &world);
@@ -196,7 +197,8 @@ impl<F> Job<F> {
     where
         F: FnOnce(&mut Line<'_, PageShelf, FileWorld>) -> Result<R>,
     {
-        let (shared, line, make) = (Arc::clone(&self.shared), Arc::clone(&self.line), self.make);
+        let (shared, line) = (Arc::clone(&self.shared), Arc::clone(&self.line));
+        let make = self.need == Need::Line;
         let file = match self.gate.enter(&shared, &line, make, block) {
             Ok(Entry::Entered(file)) => Some(file),
             Ok(Entry::Absent) => None,
@@ -225,7 +227,7 @@ impl<F> Job<F> {
         };
         shelf.recover()?;
         if !shelf.belongs_to(&self.line.name) {
-            if self.make {
+            if self.need != Need::Nothing {
                 return Err(Error::new(
                     ErrorKind::Engine,
                     format!("{} is the file of another lock, renamed; remove it", self.line.file_name),
@@ -235,7 +237,7 @@ impl<F> Job<F> {
         }
         // A line that nobody has written to, of a name that is in use: its file was removed under those who use it.
         let in_use = || self.shared.uses(self.line.key) || self.shared.root.marked_by_other(self.line.key);
-        if self.make && shelf.fresh && in_use() {
+        if self.need != Need::Nothing && shelf.fresh && in_use() {
             return Err(self.line.removed(&self.shared));
         }
         let world = FileWorld { shared: Arc::clone(&self.shared), line: Arc::clone(&self.line) };

@@ -20,7 +20,7 @@ use self::page::{Boot, PageShelf};
 use self::root::Root;
 use self::session::{Own, Peers};
 use self::token::Tokens;
-use super::line::wait::{Inbox, LineEngine, LineStore, deliver_own};
+use super::line::wait::{Inbox, LineEngine, LineStore, Need, deliver_own};
 use super::line::{Line, Session, Word};
 use super::{Capability, Purpose};
 use crate::url::Url;
@@ -283,12 +283,12 @@ impl LineStore for FileStore {
         Ok(id)
     }
 
-    async fn step<R, F>(&self, name: &Name, make: bool, step: F) -> Result<R>
+    async fn step<R, F>(&self, name: &Name, need: Need, step: F) -> Result<R>
     where
         R: Send + 'static,
         F: FnOnce(&mut Line<'_, PageShelf, FileWorld>) -> Result<R> + Send + 'static,
     {
-        self.line(name).step(&self.shared, make, step).await
+        self.line(name).step(&self.shared, need, step).await
     }
 
     async fn watch(&self, sessions: &[Session]) {

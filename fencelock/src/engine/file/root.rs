@@ -57,7 +57,9 @@ impl Root {
         let top = open_dir(presence.as_fd(), ".").map_err(explain)?;
         let stat = rustix::fs::fstat(&top).map_err(explain)?;
         let mode = Mode::from_raw_mode(stat.st_mode & 0o666);
-        enter(&presence, &top, &path, mode)?;
+        // In a directory for a group, what is made inside belongs to the group as well.
+        let for_group = stat.st_mode & 0o2000;
+        enter(&presence, &top, &path, mode, for_group)?;
         let part = |name: &str| open_dir(top.as_fd(), name).map_err(explain);
         Ok(Self {
             identity: (stat.st_dev, stat.st_ino),
@@ -122,7 +124,7 @@ impl Root {
 }
 
 /// Waits to be let in, setting the directory up if need be.
-fn enter(presence: &OwnedFd, top: &OwnedFd, path: &Path, mode: Mode) -> Result<()> {
+fn enter(presence: &OwnedFd, top: &OwnedFd, path: &Path, mode: Mode, for_group: u32) -> Result<()> {
     let until = Instant::now() + PATIENCE;
     loop {
         let shared = rustix::fs::flock(presence, FlockOperation::NonBlockingLockShared);
@@ -130,7 +132,7 @@ fn enter(presence: &OwnedFd, top: &OwnedFd, path: &Path, mode: Mode) -> Result<(
             return Ok(());
         }
         if rustix::fs::flock(presence, FlockOperation::NonBlockingLockExclusive).is_ok() {
-            fill(top, mode).map_err(|errno| explain(errno, path))?;
+            fill(top, mode, for_group).map_err(|errno| explain(errno, path))?;
             continue;
         }
         // Two newcomers with shared locks would wait for each other.
@@ -166,9 +168,10 @@ fn complete(top: &OwnedFd, path: &Path) -> Result<bool> {
     Ok(parts.iter().all(|part| rustix::fs::statat(top, *part, AtFlags::empty()).is_ok()))
 }
 
-fn fill(top: &OwnedFd, mode: Mode) -> Result<(), Errno> {
+fn fill(top: &OwnedFd, mode: Mode, for_group: u32) -> Result<(), Errno> {
     // Whoever may write to the directory may enter its parts.
-    let dir_mode = Mode::from_raw_mode(mode.as_raw_mode() | 0o100 | (mode.as_raw_mode() & 0o044) >> 2);
+    let bits = mode.as_raw_mode();
+    let dir_mode = Mode::from_raw_mode(for_group | bits | 0o100 | (bits & 0o044) >> 2);
     for part in ["lines", "sessions", "claims"] {
         match rustix::fs::mkdirat(top, part, dir_mode) {
             Ok(()) => rustix::fs::chmodat(top, part, dir_mode, AtFlags::empty())?,

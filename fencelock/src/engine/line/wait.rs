@@ -11,6 +11,17 @@ use std::future::Future;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::{mpsc, oneshot};
 
+/// What a step needs of a line that may not exist.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Need {
+    /// It is made.
+    Line,
+    /// An empty one will do; but if the store knows that there should be one, that is an error.
+    Truth,
+    /// An empty one will do: the step concerns a claim that is gone with the line.
+    Nothing,
+}
+
 /// Keeps lines, one step at a time, and carries words to their sessions.
 pub(crate) trait LineStore: Send + Sync + 'static {
     type Shelf: Shelf;
@@ -24,9 +35,8 @@ pub(crate) trait LineStore: Send + Sync + 'static {
     /// This client's session; made on first use.
     fn session(&self) -> impl Future<Output = Result<Session>> + Send;
 
-    /// Runs one step on one line with nobody else at it, writes the result down, then tells whom it concerns. A line that
-    /// does not exist is made only with `make`; otherwise the step sees an empty one.
-    fn step<R, F>(&self, name: &Name, make: bool, step: F) -> impl Future<Output = Result<R>> + Send
+    /// Runs one step on one line with nobody else at it, writes the result down, then tells whom it concerns.
+    fn step<R, F>(&self, name: &Name, need: Need, step: F) -> impl Future<Output = Result<R>> + Send
     where
         R: Send + 'static,
         F: FnOnce(&mut Line<'_, Self::Shelf, Self::World>) -> Result<R> + Send + 'static;
@@ -148,7 +158,7 @@ impl<S: LineStore> LineEngine<S> {
         let joining = claim.clone();
         let (number, mut standing) = self
             .store
-            .step(&claim.name, true, move |line| {
+            .step(&claim.name, Need::Line, move |line| {
                 let (number, standing) = line.join(&joining, session)?;
                 if !wait && !matches!(standing, Standing::Holds(_)) {
                     line.leave(Some(number), joining.owner)?;
@@ -170,12 +180,12 @@ impl<S: LineStore> LineEngine<S> {
                 () = self.store.clock().sleep_until(*look_again) => {}
             }
             let owner = claim.owner;
-            standing = self.store.step(&claim.name, false, move |line| line.check(number, owner)).await?;
+            standing = self.store.step(&claim.name, Need::Nothing, move |line| line.check(number, owner)).await?;
         }
     }
 
     async fn status(&self, name: &Name) -> Result<Status> {
-        let entries = self.store.step(name, false, |line| line.entries()).await?;
+        let entries = self.store.step(name, Need::Truth, |line| line.entries()).await?;
         let now = self.store.clock().now();
         let mut status = Status::free(name.as_str());
         for entry in entries {
@@ -236,7 +246,8 @@ impl<S: LineStore> Engine for LineEngine<S> {
         for hold in holds {
             let (seat, owner, ttl) = (hold.seat.unwrap_or(u64::MAX), hold.owner, hold.ttl);
             let from = self.store.clock().now();
-            let stands = sound && self.store.step(&hold.name, false, move |line| line.renew(seat, owner, ttl)).await?;
+            let stands =
+                sound && self.store.step(&hold.name, Need::Nothing, move |line| line.renew(seat, owner, ttl)).await?;
             answers.push(if stands { Renewal::Extended { from } } else { Renewal::Gone });
         }
         Ok(answers)
@@ -244,7 +255,7 @@ impl<S: LineStore> Engine for LineEngine<S> {
 
     async fn release(&self, hold: &Hold) -> Result<Release> {
         let (seat, owner) = (hold.seat, hold.owner);
-        let was = self.store.step(&hold.name, false, move |line| line.leave(seat, owner)).await?;
+        let was = self.store.step(&hold.name, Need::Nothing, move |line| line.leave(seat, owner)).await?;
         Ok(match was {
             State::Holding => Release::Freed,
             State::Waiting => Release::Withdrawn,
@@ -255,7 +266,7 @@ impl<S: LineStore> Engine for LineEngine<S> {
     async fn standing(&self, name: &Name, owner: Owner) -> Result<Option<Grant>> {
         let standing = self
             .store
-            .step(name, false, move |line| {
+            .step(name, Need::Nothing, move |line| {
                 line.reap()?;
                 line.settle()?;
                 match line.find(None, owner)? {
@@ -288,7 +299,7 @@ impl<S: LineStore> Engine for LineEngine<S> {
     }
 
     async fn evict(&self, name: &Name) -> Result<usize> {
-        self.store.step(name, false, |line| line.evict()).await
+        self.store.step(name, Need::Truth, |line| line.evict()).await
     }
 
     async fn drive(&self, lost: mpsc::UnboundedSender<Owner>) {

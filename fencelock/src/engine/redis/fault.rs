@@ -19,7 +19,7 @@ pub(super) struct Fault {
 
 /// `sent`: the request may have reached the server.
 pub(super) fn fault(error: RedisError, sent: bool) -> Fault {
-    let code = error.code().unwrap_or_default().to_owned();
+    let code = code(&error);
     let io =
         error.is_io_error() || error.is_connection_dropped() || error.is_timeout() || error.is_unrecoverable_error();
     let (kind, text, passing) = if code.is_empty() { without_code(&error, io, sent) } else { with_code(&code) };
@@ -30,6 +30,27 @@ pub(super) fn fault(error: RedisError, sent: bool) -> Fault {
         refused: !io && !passing,
         error: Error::new(kind, text).caused_by(error),
     }
+}
+
+/// The code of an error. Servers before 7.0 hide that of a command inside of a script in the text; a right that a script lacks
+/// has no code of its own on any of them.
+fn code(error: &RedisError) -> String {
+    let code = error.code().unwrap_or_default();
+    match error.detail() {
+        Some(text) if code == "ERR" => code_in_text(text).unwrap_or(code),
+        _ => code,
+    }
+    .to_owned()
+}
+
+fn code_in_text(text: &str) -> Option<&str> {
+    if text.contains("The user executing the script can't") {
+        return Some("NOPERM");
+    }
+    // "Error running script (call to f_…): @user_script:36: @user_script: 36: -READONLY You can't write …"
+    let (_, told) = text.rsplit_once("@user_script")?;
+    let mut words = told.split(' ').map(|word| word.trim_start_matches('-'));
+    words.find(|word| word.len() > 1 && word.bytes().all(|byte| byte.is_ascii_uppercase()))
 }
 
 fn without_code(error: &RedisError, io: bool, sent: bool) -> (ErrorKind, &'static str, bool) {
@@ -79,5 +100,29 @@ fn with_code(code: &str) -> (ErrorKind, &'static str, bool) {
             (ErrorKind::Unsupported, "the server is part of a cluster; this URL is for a single node", false)
         }
         _ => (ErrorKind::Engine, "the server answered with an error", false),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_are_found_in_what_old_servers_say_of_scripts() {
+        for (text, code) in [
+            (
+                "Error running script (call to f_5a): @user_script:36: @user_script: 36: -READONLY You can't write",
+                "READONLY",
+            ),
+            ("Error running script (call to f_5a): @user_script:36: @user_script: 36: -OOM command not allowed", "OOM"),
+            ("Error running script (call to f_5a): @user_script:64: WRONGTYPE Operation against a key", "WRONGTYPE"),
+            (
+                "The user executing the script can't run this command or subcommand script: 51, on @user_script:1.",
+                "NOPERM",
+            ),
+        ] {
+            assert_eq!(code_in_text(text), Some(code), "{text}");
+        }
+        assert_eq!(code_in_text("user_script:169: attempt to call a nil value script: ad, on @user_script:169."), None);
     }
 }

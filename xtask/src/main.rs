@@ -1,13 +1,16 @@
-//! The project's chores: `cargo xtask test` and friends. Needs nothing but Rust's toolchain.
+//! The project's chores: `cargo xtask test` and friends. Needs nothing but Rust's toolchain; the rest is installed.
 
 use std::process::{Command, ExitCode};
 use std::time::Instant;
 
 const USAGE: &str = "usage: cargo xtask COMMAND
 
-  test [ARGS…]   run every test of the workspace; ARGS go to cargo test
+  test [ARGS…]   run every test of the workspace, after installing the servers they need; ARGS go to cargo test
   lint           formatting, clippy and documentation, warnings are errors
   bench          compare the file engine with raw system calls, and print ratios";
+
+/// What the tests run beside Rust: the program, and the Debian package that brings it.
+const PROGRAMS: [(&str, &str); 1] = [("redis-server", "redis-server")];
 
 /// One step of a chore: what it is for, and the arguments of cargo.
 type Step<'a> = (&'a str, Vec<&'a str>);
@@ -24,12 +27,40 @@ fn main() -> ExitCode {
             return ExitCode::from(64);
         }
     };
+    if args[0] == "test" && !install_what_is_missing() {
+        return ExitCode::FAILURE;
+    }
     for (what, args) in steps {
         if !cargo(what, &args) {
             return ExitCode::FAILURE;
         }
     }
     ExitCode::SUCCESS
+}
+
+/// Installs the servers that the tests start, with the system's package manager.
+fn install_what_is_missing() -> bool {
+    let missing: Vec<&str> =
+        PROGRAMS.iter().filter(|(program, _)| !is_installed(program)).map(|(_, package)| *package).collect();
+    if missing.is_empty() {
+        return true;
+    }
+    eprintln!("xtask: installing {}", missing.join(" "));
+    let install = format!(
+        "set -e; as_root=; [ \"$(id -u)\" = 0 ] || as_root=sudo; export DEBIAN_FRONTEND=noninteractive; \
+         $as_root apt-get update -qq; $as_root apt-get install -y -qq --no-install-recommends {}",
+        missing.join(" ")
+    );
+    let done = Command::new("sh").args(["-c", &install]).status().is_ok_and(|status| status.success());
+    if !done {
+        eprintln!("xtask: cannot install {0}; install it by hand, then try again", missing.join(" "));
+    }
+    done
+}
+
+fn is_installed(program: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|dir| dir.join(program).is_file())
 }
 
 fn test<'a>(rest: &[&'a str]) -> Vec<Step<'a>> {

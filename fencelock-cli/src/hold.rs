@@ -213,7 +213,8 @@ impl Outer {
         if std::env::var_os("FENCELOCK_OWNER").is_none() {
             return Ok(None);
         }
-        let here = |outer: &str| outer == url || outer.split('?').next() == Some(client.address());
+        let here =
+            |outer: &str| outer == url || same_place(outer.split('?').next().unwrap_or_default(), client.address());
         let mut claims: Vec<Held> = Held::outer();
         claims.extend(innermost());
         claims.retain(|held| held.name == name && here(&held.url));
@@ -230,6 +231,12 @@ impl Outer {
         }
         Ok(None)
     }
+}
+
+/// Whether two addresses lead to the same engine; a directory may have several paths.
+fn same_place(one: &str, other: &str) -> bool {
+    let real = |address: &str| std::fs::canonicalize(address.strip_prefix("file:")?).ok();
+    one == other || real(one).is_some_and(|path| Some(path) == real(other))
 }
 
 /// The hold that the plain variables describe, for those who pass only these on.

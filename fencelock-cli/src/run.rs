@@ -15,8 +15,10 @@ use signal_hook::consts::signal::SIGINT;
 use std::time::{Duration, Instant};
 use tokio::time::timeout;
 
-/// How long the engine may take to hear our good-bye.
+/// How long the engine may take to confirm a release.
 const GOODBYE: Duration = Duration::from_secs(5);
+/// How long it may take to hear our good-bye, when nothing is held any more.
+const FAREWELL: Duration = Duration::from_secs(1);
 
 pub(crate) async fn run(url: &str, run: &Run) -> Result<Exit, Failure> {
     run.check()?;
@@ -45,7 +47,7 @@ pub(crate) async fn connect(url: &str, signals: &mut Signals) -> Result<Result<C
 
 /// Leaves nothing behind at the engine: what is still on its way out is waited for.
 pub(crate) async fn close(client: &Client) {
-    if !matches!(timeout(GOODBYE, client.close()).await, Ok(Ok(()))) {
+    if !matches!(timeout(FAREWELL, client.close()).await, Ok(Ok(()))) {
         tracing::warn!("the engine did not confirm the good-bye; what is left there goes with its lease");
     }
 }

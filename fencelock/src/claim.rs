@@ -172,6 +172,8 @@ pub enum Renewal {
     },
     /// This owner does not hold the lock any more.
     Gone,
+    /// The engine could not tell for this hold; it is asked again.
+    Unknown,
 }
 
 /// What a release found.

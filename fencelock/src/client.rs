@@ -2,7 +2,7 @@
 
 use crate::engine::{self, Capability, Engine};
 use crate::guard::Ending;
-use crate::keeper::{Held, Keeper};
+use crate::keeper::{Held, Keeper, cannot_tell};
 use crate::primitive::{All, Election, Mutex, RwLock, Semaphore};
 use crate::url::Url;
 use crate::{Claim, Error, ErrorKind, Grant, Hold, Mode, Name, Renewal, Result, Status};
@@ -242,8 +242,10 @@ impl Client {
         // How much is left of the outer hold's lease is not known here: extending it tells, and makes sure that it stands.
         let hold = Hold::of(claim, Some(grant.seat));
         let answers = self.0.engine.renew(std::slice::from_ref(&hold)).await?;
-        let Some(Renewal::Extended { from }) = answers.first().copied() else {
-            return Ok(None);
+        let from = match answers.first() {
+            Some(Renewal::Extended { from }) => *from,
+            Some(Renewal::Gone) => return Ok(None),
+            Some(Renewal::Unknown) | None => return Err(cannot_tell()),
         };
         let grant = Grant { from, ..grant };
         Ok(self.0.keeper.keep(hold, &grant, request.max_hold, true))

@@ -192,7 +192,7 @@ struct Table {
     /// Those of them that nobody has started.
     fresh: Vec<u64>,
     /// Owners whose lock was taken away before they were known here: the word was faster than the grant.
-    taken_early: VecDeque<Owner>,
+    taken_early: VecDeque<(Owner, Moment)>,
     next_id: u64,
 }
 
@@ -293,9 +293,12 @@ impl Keeper {
     ) -> Option<Arc<Held>> {
         let cap = max_hold.map_or(Moment::NEVER, |span| grant.from.after(span));
         let mut table = self.table();
-        if let Some(at) = table.taken_early.iter().position(|owner| *owner == hold.owner) {
-            table.taken_early.remove(at);
-            return None;
+        if let Some(at) = table.taken_early.iter().position(|(owner, _)| *owner == hold.owner) {
+            let (_, when) = table.taken_early.remove(at)?;
+            // An old word is about an earlier hold of the same owner.
+            if when >= grant.from {
+                return None;
+            }
         }
         table.next_id += 1;
         let held = Arc::new(Held {
@@ -341,11 +344,14 @@ impl Keeper {
     pub(crate) async fn confirm(&self, held: &Arc<Held>) -> Result<()> {
         if held.loss().is_none() && !held.valid_for().is_zero() {
             let answers = self.engine.renew(std::slice::from_ref(&held.hold)).await?;
-            if let Some(Renewal::Extended { from }) = answers.first() {
-                self.extended(held, *from);
-                return Ok(());
+            match answers.first() {
+                Some(Renewal::Extended { from }) => {
+                    self.extended(held, *from);
+                    return Ok(());
+                }
+                Some(Renewal::Gone) => self.lose(held, Loss::Taken),
+                Some(Renewal::Unknown) | None => return Err(cannot_tell()),
             }
-            self.lose(held, Loss::Taken);
         }
         let why = held.loss().unwrap_or(Loss::Deadline);
         Err(Error::new(ErrorKind::Lost, format!("the lock was lost: {why}")))
@@ -546,11 +552,16 @@ impl Keeper {
             Ok(Err(error)) => return self.try_again(&batch, &error.to_string()),
             Err(_) => return self.try_again(&batch, "the engine did not answer in time"),
         };
-        for (held, answer) in batch.iter().zip(answers) {
+        let mut unknown = Vec::new();
+        for (held, answer) in batch.into_iter().zip(answers) {
             match answer {
-                Renewal::Extended { from } => self.extended(held, from),
-                Renewal::Gone => self.lose(held, Loss::Taken),
+                Renewal::Extended { from } => self.extended(&held, from),
+                Renewal::Gone => self.lose(&held, Loss::Taken),
+                Renewal::Unknown => unknown.push(held),
             }
+        }
+        if !unknown.is_empty() {
+            self.try_again(&unknown, "the engine could not tell");
         }
     }
 
@@ -599,7 +610,7 @@ impl Keeper {
             let of_owner = table.queue.values().filter(|due| due.held.hold.owner == owner);
             let lost: Vec<_> = of_owner.map(|due| Arc::clone(&due.held)).collect();
             if lost.is_empty() {
-                table.taken_early.push_back(owner);
+                table.taken_early.push_back((owner, self.clock.now()));
                 if table.taken_early.len() > EARLY {
                     table.taken_early.pop_front();
                 }
@@ -624,6 +635,11 @@ impl Keeper {
             progress.await;
         }
     }
+}
+
+/// The engine was asked whether a hold stands.
+pub(crate) fn cannot_tell() -> Error {
+    Error::new(ErrorKind::Unavailable, "the engine cannot tell whether the lock is still held; try again")
 }
 
 fn closed() -> Error {

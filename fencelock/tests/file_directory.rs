@@ -108,6 +108,51 @@ async fn the_holder_is_told_when_the_whole_directory_is_moved_away() {
 }
 
 #[tokio::test]
+async fn replacing_parts_of_the_directory_makes_no_second_holder_that_the_first_does_not_hear_of() {
+    let copy = |from: &Path, to: &Path| {
+        let done = std::process::Command::new("cp").arg("-r").args([from, to]).status().unwrap();
+        assert!(done.success());
+    };
+    let dir = TempDir::new().unwrap();
+    let (root, old) = (dir.path().join("locks"), dir.path().join("old"));
+    fs::create_dir(&old).unwrap();
+    let holder = client(&root).await;
+    let guard = holder.mutex("x").acquire().await.unwrap();
+    for part in ["claims", "lines"] {
+        fs::rename(root.join(part), old.join(part)).unwrap();
+        copy(&old.join(part), &root.join(part));
+    }
+    // A newcomer sees that these are not the claims that this directory was made with.
+    assert!(connect(url(&root)).await.is_err());
+    // And the holder, long before its lease has to be renewed, that it stands on nothing.
+    tokio::time::timeout(Duration::from_secs(9), guard.lost()).await.expect("the holder is told");
+}
+
+#[tokio::test]
+async fn a_line_at_which_somebody_is_stuck_costs_no_other_lock() {
+    let dir = TempDir::new().unwrap();
+    let locks = client(dir.path()).await;
+    let ttl = Duration::from_millis(900);
+    let stuck = locks.mutex("stuck").ttl(ttl).acquire().await.unwrap();
+    let other = locks.mutex("other").ttl(ttl).acquire().await.unwrap();
+    // As if a process were stopped in the middle of a step.
+    let gate = fs::File::options().write(true).open(dir.path().join("lines/stuck")).unwrap();
+    gate.lock().unwrap();
+    stuck.lost().await;
+    assert!(other.is_valid(), "another lock went down with it");
+    let newcomer = client(dir.path()).await;
+    let error = newcomer.mutex("stuck").try_acquire().await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+    assert_eq!(newcomer.status("stuck").await.unwrap_err().kind(), ErrorKind::Unavailable);
+    let names: Vec<String> = newcomer.list("").await.unwrap().into_iter().map(|status| status.name).collect();
+    assert_eq!(names, ["other"]);
+    gate.unlock().unwrap();
+    other.release().await.unwrap();
+    newcomer.settled().await;
+    drop(newcomer.mutex("stuck").acquire_timeout(Duration::from_secs(5)).await.unwrap());
+}
+
+#[tokio::test]
 async fn two_paths_to_one_directory_are_one_directory() {
     let dir = TempDir::new().unwrap();
     let (root, link) = (dir.path().join("locks"), dir.path().join("link"));

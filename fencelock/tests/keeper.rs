@@ -1,6 +1,8 @@
 //! The keeper and the guard do not trust an engine: whatever it answers, late, never or wrongly, a holder never believes
 //! for longer than its lease, and nothing is left behind. Time is tokio's, paused, so every moment is exact.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use fencelock::{Client, ErrorKind, Guard, Loss, Mutex};
 use fencelock_testkit::scripted::{Answer, Operation, Scripted};
 use std::sync::Arc;

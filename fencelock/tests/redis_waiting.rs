@@ -221,7 +221,7 @@ async fn commands_per_hand_over(waiters: u32) -> f64 {
         }
     }
     let calls = server.calls(&[]) - before;
-    line.abort_all();
+    line.shutdown().await;
     client.settled().await;
     f64::from(u32::try_from(calls).unwrap()) / f64::from(turns)
 }
@@ -277,6 +277,7 @@ async fn what_belongs_to_a_lock_outlives_its_lease() {
         for (key, life) in server.keys().into_iter().filter(|(key, _)| key.contains(&format!("{{{}}}", guard.name()))) {
             assert!(life >= lock, "{key} ends {} ms before the lock", lock - life);
         }
+        guard.release().await.unwrap();
     }
 }
 
@@ -285,7 +286,7 @@ async fn what_belongs_to_a_lock_outlives_its_lease() {
 async fn tombstones_do_not_pile_up() {
     let server = RedisServer::start();
     let client = server.client().await;
-    let _holder = client.mutex(NAME).ttl(LONG).acquire().await.unwrap();
+    let holder = client.mutex(NAME).ttl(LONG).acquire().await.unwrap();
     let tombstones = format!("fencelock:1x:{{{NAME}}}");
     let give_up = async || {
         client.mutex(NAME).acquire_timeout(Duration::from_millis(5)).await.unwrap_err();
@@ -301,6 +302,7 @@ async fn tombstones_do_not_pile_up() {
     }
     give_up().await;
     assert_eq!(server.ask::<u64>(&["ZCARD", &tombstones]), 1, "those of a minute ago are gone");
+    holder.release().await.unwrap();
 }
 
 /// A process that was cut off for longer than its lease, and did not know, is fenced off; then it works again.

@@ -7,6 +7,8 @@
 //!
 //! A failure prints its seed; `FENCELOCK_SEED=… cargo test -p fencelock --test schedules` repeats it.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use fencelock::engine::rule;
 use fencelock::{Client, Clock, Guard, Mode, Moment, Result, Status};
 use fencelock_testkit::ask::{Ask, Patience};

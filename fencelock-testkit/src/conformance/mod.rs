@@ -112,6 +112,7 @@ macro_rules! conformance {
             the_loss_of_one_is_the_loss_of_all
             several_locks_are_re_entered_by_their_owner
             a_name_that_stands_twice_is_taken_once
+            late_news_of_one_lock_is_not_taken_for_another
         }
         $crate::conformance! { @plain $subject; with
             the_value_of_the_body_comes_back_and_the_lock_is_free
@@ -160,7 +161,6 @@ macro_rules! conformance {
             eviction_reaches_another_process_at_once
             a_killed_reader_lets_the_writer_in
             a_permit_of_a_killed_process_comes_back
-            late_news_of_one_lock_is_not_taken_for_another
         }
     };
     (@each_kind $subject:expr; $($check:ident)*) => {

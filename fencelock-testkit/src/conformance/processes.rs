@@ -2,7 +2,6 @@
 
 use super::{LONG, NAME, SHORT};
 use crate::probe::{Granted, Reply, Request};
-use crate::rng::Rng;
 use crate::wait::{at_once, eventually, line, until_free, until_line};
 use crate::{Kind, Probe, Subject};
 use fencelock::{Client, Guard, Mode, Owner};
@@ -244,46 +243,4 @@ pub async fn a_permit_of_a_killed_process_comes_back(subject: &Subject) {
     let one = at_once("one comes back", permits.acquire()).await.unwrap();
     let other = at_once("and the other", permits.acquire()).await.unwrap();
     drop((one, other));
-}
-
-/// An owner holds a first lock and waits for a second one when the news that it holds the first one arrives. For that the
-/// process that handed the first one over must be stopped after it did so and before it said so.
-pub async fn late_news_of_one_lock_is_not_taken_for_another(subject: &Subject) {
-    let Some(client) = serves_processes(subject).await else { return };
-    let busy = client.mutex("b").ttl(LONG).acquire().await.unwrap();
-    let hammer = Probe::connect(subject.url()).await;
-    hammer.hammer("a", fencelock::MIN_TTL).await;
-    let mut dice = Rng::new(u64::from(std::process::id()));
-    for _ in 0..200 {
-        let both = client.all(["a", "b"]).ttl(LONG).label("both").owner(Owner::random());
-        let waiter = tokio::spawn(async move { both.acquire().await.map(drop) });
-        tokio::time::sleep(dice.span(Duration::from_micros(1500))).await;
-        hammer.stop().await;
-        let untold = holds_untold(&client).await;
-        if untold {
-            until_line(&client, "b", 1, 1).await;
-        }
-        hammer.resume();
-        if untold {
-            // By the time that the hammer stands in line again, its news has been sent.
-            until_line(&client, "a", 1, 1).await;
-            let taken = tokio::time::timeout(Duration::from_millis(20), waiter).await;
-            assert!(taken.is_err(), "it believes to hold a lock that somebody else holds: {taken:?}");
-            return assert!(busy.is_valid());
-        }
-        waiter.abort();
-        client.settled().await;
-    }
-    busy.release().await.unwrap();
-}
-
-/// Whether the claim on both locks holds the first one and does not know. Whoever knows is in the second line within a few
-/// milliseconds. No answer means that the stopped process holds up the engine: that is no.
-async fn holds_untold(client: &Client) -> bool {
-    let look = async {
-        tokio::time::sleep(Duration::from_millis(4)).await;
-        let first = client.status("a").await.unwrap();
-        first.holders.iter().any(|holder| holder.label == "both") && line(client, "b").await.1 == 0
-    };
-    tokio::time::timeout(Duration::from_millis(50), look).await.unwrap_or(false)
 }

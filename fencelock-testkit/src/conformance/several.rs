@@ -4,8 +4,10 @@ use super::LONG;
 use crate::Subject;
 use crate::stepped::Stepped;
 use crate::wait::{at_once, line, until_free, until_line};
-use fencelock::{Client, ErrorKind};
+use fencelock::{Client, ErrorKind, MIN_TTL, Owner};
+use std::sync::mpsc;
 use std::time::Duration;
+use tokio::sync::oneshot;
 
 async fn all_free(client: &Client, names: &[&str]) {
     for name in names {
@@ -131,5 +133,51 @@ pub async fn a_name_that_stands_twice_is_taken_once(subject: &Subject) {
     let guard = at_once("no deadlock", client.all(["a", "b", "a"]).acquire()).await.unwrap();
     assert!(guard.names().eq(["a", "b"]));
     guard.release().await.unwrap();
+    all_free(&client, &["a", "b"]).await;
+}
+
+/// A client whose keeper, which also takes in what the engine says, runs on a thread of its own and can be held up.
+async fn held_up(subject: &Subject) -> (Client, mpsc::Sender<()>) {
+    let url = subject.url().to_owned();
+    let (tell, told) = oneshot::channel();
+    let (go_on, wait) = mpsc::channel::<()>();
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let client = fencelock::connect(url).await.unwrap();
+            drop(client.mutex("first use").acquire().await.unwrap());
+            client.settled().await;
+            tell.send(client).unwrap();
+            // Nothing runs here until the first word, and nothing more after the second.
+            wait.recv().unwrap();
+            while wait.try_recv() != Err(mpsc::TryRecvError::Disconnected) {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        });
+    });
+    (told.await.unwrap(), go_on)
+}
+
+/// An owner holds a first lock and waits for a second one when the news that it holds the first one arrives.
+pub async fn late_news_of_one_lock_is_not_taken_for_another(subject: &Subject) {
+    let client = subject.client().await;
+    let (late, go_on) = held_up(subject).await;
+    let busy = client.mutex("b").ttl(LONG).acquire().await.unwrap();
+    // The waiter looks for itself when this short lease should have ended.
+    let first = client.mutex("a").ttl(MIN_TTL).acquire().await.unwrap();
+    let both = late.all(["a", "b"]).ttl(LONG).owner(Owner::random());
+    let waiter = tokio::spawn(async move { both.acquire().await.map(drop) });
+    until_line(&client, "a", 1, 1).await;
+    first.release().await.unwrap();
+    until_line(&client, "b", 1, 1).await;
+    go_on.send(()).unwrap();
+    for _ in 0..5 {
+        drop(late.mutex("another").acquire().await.unwrap());
+        at_once("the keeper is at work", late.settled()).await;
+    }
+    assert!(!waiter.is_finished(), "it believes to hold what somebody else holds");
+    assert_eq!(line(&client, "b").await, (1, 1));
+    busy.release().await.unwrap();
+    at_once("both are free", waiter).await.unwrap().unwrap();
     all_free(&client, &["a", "b"]).await;
 }

@@ -62,13 +62,6 @@ pub enum Request {
         /// The guard's number.
         guard: u64,
     },
-    /// Acquire and release a lock over and over, until the end.
-    Hammer {
-        /// Which one, alone.
-        name: String,
-        /// With which lease.
-        ttl: Duration,
-    },
     /// Start a child that inherits whatever children inherit, and lives on.
     Spawn,
     /// End without releasing anything.
@@ -253,14 +246,6 @@ impl Probe {
     /// When it does not.
     pub async fn ended(mut self) {
         self.child.wait().await.expect("the probe ends");
-    }
-
-    /// Lets it acquire and release a lock over and over, until its end.
-    ///
-    /// # Panics
-    /// When the probe is gone.
-    pub async fn hammer(&self, name: &str, ttl: Duration) {
-        assert_eq!(self.ask(Request::Hammer { name: name.to_owned(), ttl }).await, Reply::Done);
     }
 
     /// Stops it where it is: its clock runs, its code does not. Returns when it stands still.

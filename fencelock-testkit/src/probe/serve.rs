@@ -60,7 +60,6 @@ impl Served {
             Request::Watch { guard } => Ok(self.watch(guard)),
             Request::Lost { guard } => Ok(self.lost(guard).await),
             Request::Release { guard } => self.release(guard).await,
-            Request::Hammer { name, ttl } => Ok(self.hammer(name, ttl)),
             Request::Spawn => Ok(spawn_child()),
             Request::Look { .. } | Request::Exit => Ok(Reply::Done),
         };
@@ -75,19 +74,6 @@ impl Served {
 
     fn client(&self) -> Client {
         locked(&self.client).clone().expect("the probe was connected")
-    }
-
-    fn hammer(&self, name: String, ttl: Duration) -> Reply {
-        let mutex = self.client().mutex(name).ttl(ttl);
-        tokio::spawn(async move {
-            loop {
-                // It may lose the lock while it stands still.
-                if let Ok(guard) = mutex.acquire().await {
-                    let _ = guard.release().await;
-                }
-            }
-        });
-        Reply::Done
     }
 
     async fn acquire(&self, name: &str, mode: Mode, ttl: Duration, wait: bool, owner: Option<String>) -> Result<Reply> {

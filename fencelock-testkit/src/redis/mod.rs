@@ -372,7 +372,7 @@ impl RedisServer {
 #[derive(Debug)]
 pub struct RedisSubject {
     subject: Subject,
-    _server: RedisServer,
+    server: RedisServer,
 }
 
 impl RedisSubject {
@@ -383,7 +383,7 @@ impl RedisSubject {
     #[expect(clippy::new_without_default, reason = "starting a server is no default")]
     pub fn new() -> Self {
         let server = RedisServer::start();
-        Self { subject: Subject::at(server.url()), _server: server }
+        Self { subject: Subject::at(server.url()), server }
     }
 }
 
@@ -392,5 +392,16 @@ impl Deref for RedisSubject {
 
     fn deref(&self) -> &Subject {
         &self.subject
+    }
+}
+
+impl Drop for RedisSubject {
+    /// Clients that are about to end may say good-bye: without a server, that would take them seconds.
+    fn drop(&mut self) {
+        let until = Instant::now() + Duration::from_millis(500);
+        let alone = |info: String| info.contains("connected_clients:1\r");
+        while Instant::now() < until && !self.server.try_ask(&["INFO", "clients"]).is_ok_and(alone) {
+            std::thread::sleep(Duration::from_millis(2));
+        }
     }
 }

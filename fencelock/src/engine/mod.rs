@@ -38,7 +38,8 @@ pub trait Engine: Send + Sync + 'static {
     /// then it has left the line again.
     async fn acquire(&self, claim: &Claim, wait: bool) -> Result<Option<Grant>>;
 
-    /// Extends the leases of these holds, each only if its owner still holds it. The answers come in the same order.
+    /// Extends the leases of these holds, each only if its owner still holds it. The answers come in the same order. One that
+    /// cannot be asked is [`Renewal::Unknown`] and does not hold up the others.
     async fn renew(&self, holds: &[Hold]) -> Result<Vec<Renewal>>;
 
     /// Takes the owner's claim out of the line, whether it holds or waits. Touches nobody else's.

@@ -209,13 +209,14 @@ impl<F> Job<F> {
         if let Some(file) = &file {
             let _ = rustix::fs::flock(file, FlockOperation::Unlock);
         }
-        Ok(outcome.map(|(result, words)| {
+        Ok(outcome.and_then(|(result, words)| {
+            // Also after an error: what the step did before it stands, and those who were granted must be told.
             shared.send(words);
             result
         }))
     }
 
-    fn run_alone<R>(mut self, file: Option<&Arc<OwnedFd>>) -> Result<(R, Vec<Word>)>
+    fn run_alone<R>(mut self, file: Option<&Arc<OwnedFd>>) -> Result<(Result<R>, Vec<Word>)>
     where
         F: FnOnce(&mut Line<'_, PageShelf, FileWorld>) -> Result<R>,
     {
@@ -244,10 +245,9 @@ impl<F> Job<F> {
         let mut line = Line::new(&mut shelf, &world);
         let result = (self.step)(&mut line);
         let words = line.words;
-        // Also after an error: what was reaped before it stays reaped, and those who were granted must be told.
         shelf.commit(&self.line.name).map_err(explain)?;
         self.gate.buffer = Some(shelf.into_buffer());
-        Ok((result?, words))
+        Ok((result, words))
     }
 }
 

@@ -21,7 +21,7 @@ use self::root::Root;
 use self::session::{Own, Peers};
 use self::token::Tokens;
 use super::line::wait::{Inbox, LineEngine, LineStore, Need, deliver_own};
-use super::line::{Line, Session, Word};
+use super::line::{Line, News, Session, Word};
 use super::{Capability, Purpose};
 use crate::url::Url;
 use crate::{Clock, Error, ErrorKind, Name, Owner, Result};
@@ -31,12 +31,15 @@ use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 use tokio::sync::Notify;
 
 /// How many line files are kept open, and kept in place when they are empty, for their next use.
 const WARM: usize = 128;
 /// How many of them go when there are too many.
 const COOL: usize = 32;
+/// How often a client that is in a line makes sure that the directory is in its place.
+const GROUND: Duration = Duration::from_secs(1);
 /// How many line files a newcomer looks at for leftovers of the dead.
 const SWEEP: usize = 64;
 
@@ -135,6 +138,23 @@ impl Shared {
 
     fn uses(&self, key: u64) -> bool {
         self.uses.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&key)
+    }
+
+    /// Looks now and then whether the directory is still in its place; if not, others lock elsewhere, and whoever is in a line
+    /// here is told.
+    async fn watch_ground(&self) {
+        loop {
+            tokio::time::sleep(GROUND).await;
+            let owners: Vec<Owner> = {
+                let uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
+                uses.values().flatten().copied().collect()
+            };
+            if !owners.is_empty() && !self.root.in_place() {
+                for owner in owners {
+                    self.inbox.deliver(owner, News::Lost);
+                }
+            }
+        }
     }
 
     /// Carries words to whom they concern.
@@ -314,7 +334,10 @@ impl LineStore for FileStore {
             tokio::pin!(opened);
             opened.as_mut().enable();
             if let Some(own) = self.shared.own.get() {
-                own.receive(&self.shared.inbox).await;
+                tokio::select! {
+                    () = own.receive(&self.shared.inbox) => {}
+                    () = self.shared.watch_ground() => {}
+                }
                 tracing::warn!("the inbox in {} cannot be read; waiters look for themselves", self.address);
                 return;
             }

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 /// Byte locks are spread over this many files: the kernel searches a file's locks one by one.
 const SHARDS: u64 = 64;
-const VERSION: &[u8] = b"fencelock directory, version 1\n";
+const VERSION: &str = "fencelock directory, version 1\n";
 /// How long another process may take to set the directory up.
 const PATIENCE: Duration = Duration::from_secs(2);
 
@@ -28,7 +28,8 @@ const PATIENCE: Duration = Duration::from_secs(2);
 pub(super) struct Root {
     /// Absolute, as the user gave it: if it comes to lead elsewhere, others lock elsewhere.
     pub(super) path: PathBuf,
-    identity: (u64, u64),
+    /// The directory and its parts, as they were opened.
+    identities: [(PathBuf, (u64, u64)); 4],
     /// Carries the shared lock that says "in use"; see [`Root::open`].
     _presence: OwnedFd,
     pub(super) top: OwnedFd,
@@ -61,11 +62,18 @@ impl Root {
         let for_group = stat.st_mode & 0o2000;
         enter(&presence, &top, &path, mode, for_group)?;
         let part = |name: &str| open_dir(top.as_fd(), name).map_err(explain);
+        let (lines, sessions, claims) = (part("lines")?, part("sessions")?, part("claims")?);
+        let identities = [
+            (path.clone(), identity(&top).map_err(explain)?),
+            (path.join("lines"), identity(&lines).map_err(explain)?),
+            (path.join("sessions"), identity(&sessions).map_err(explain)?),
+            (path.join("claims"), identity(&claims).map_err(explain)?),
+        ];
         Ok(Self {
-            identity: (stat.st_dev, stat.st_ino),
-            lines: part("lines")?,
-            sessions: part("sessions")?,
-            claims: part("claims")?,
+            identities,
+            lines,
+            sessions,
+            claims,
             shards: [const { OnceLock::new() }; SHARDS as usize],
             _presence: presence,
             top,
@@ -74,9 +82,12 @@ impl Root {
         })
     }
 
-    /// Whether the path still leads to this directory.
+    /// Whether the path still leads to this directory and its parts.
     pub(super) fn in_place(&self) -> bool {
-        rustix::fs::stat(&self.path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == self.identity)
+        let same = |(path, opened): &(PathBuf, (u64, u64))| {
+            rustix::fs::stat(path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == *opened)
+        };
+        self.identities.iter().all(same)
     }
 
     /// An error in the user's words.
@@ -150,19 +161,33 @@ fn enter(presence: &OwnedFd, top: &OwnedFd, path: &Path, mode: Mode, for_group: 
     }
 }
 
+fn identity(file: &OwnedFd) -> Result<(u64, u64), Errno> {
+    rustix::fs::fstat(file).map(|stat| (stat.st_dev, stat.st_ino))
+}
+
+/// What stands in VERSION: the layout, and which `claims` the byte locks of this directory are in. One that was put there
+/// instead, say from a backup, has none of them.
+fn version(top: &OwnedFd) -> Result<String, Errno> {
+    let claims = rustix::fs::statat(top, "claims", AtFlags::empty())?;
+    Ok(format!("{VERSION}claims {}\n", claims.st_ino))
+}
+
 fn complete(top: &OwnedFd, path: &Path) -> Result<bool> {
-    let version = match rustix::fs::openat(top, "VERSION", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) {
+    let file = match rustix::fs::openat(top, "VERSION", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) {
         Ok(file) => file,
         Err(Errno::NOENT) => return Ok(false),
         Err(errno) => return Err(explain(errno, path)),
     };
-    let mut text = [0; 64];
-    let length = rustix::io::read(&version, &mut text).map_err(|errno| explain(errno, path))?;
-    if &text[..length] != VERSION {
+    let mut text = [0; 128];
+    let length = rustix::io::read(&file, &mut text).map_err(|errno| explain(errno, path))?;
+    if !text[..length].starts_with(VERSION.as_bytes()) {
         return Err(Error::invalid(format!(
             "{}/VERSION is not of this version of fencelock; use another directory, or the version that made it",
             path.display()
         )));
+    }
+    if version(top).is_ok_and(|version| version.as_bytes() != &text[..length]) {
+        return Ok(false);
     }
     let parts = ["claims/3f", "lines", "sessions"];
     Ok(parts.iter().all(|part| rustix::fs::statat(top, *part, AtFlags::empty()).is_ok()))
@@ -182,9 +207,11 @@ fn fill(top: &OwnedFd, mode: Mode, for_group: u32) -> Result<(), Errno> {
     for shard in 0..SHARDS {
         create(top, &format!("claims/{shard:02x}"), mode)?;
     }
-    let version = create(top, "VERSION", mode)?;
-    rustix::io::pwrite(&version, VERSION, 0)?;
-    rustix::fs::fsync(&version)?;
+    let text = version(top)?;
+    let file = create(top, "VERSION", mode)?;
+    rustix::fs::ftruncate(&file, 0)?;
+    rustix::io::pwrite(&file, text.as_bytes(), 0)?;
+    rustix::fs::fsync(&file)?;
     rustix::fs::fsync(top)
 }
 

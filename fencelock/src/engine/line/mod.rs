@@ -180,21 +180,14 @@ impl<'a, S: Shelf, W: World> Line<'a, S, W> {
     fn check_permits(&mut self, mode: Mode) -> Result<()> {
         let Mode::Permit { of } = mode else { return Ok(()) };
         let head = *self.shelf.head();
-        let mut in_use = Vec::new();
-        if head.holding > 0 {
-            in_use.extend(head.mode);
+        if let Some((Mode::Permit { of: known }, _)) = head.held() {
+            return if known == of { Ok(()) } else { Err(other_permits(known, of)) };
         }
-        if head.end > head.first {
-            let last = self.shelf.get(head.end - 1)?;
-            if last.state != State::Gone {
-                in_use.push(last.mode);
-            }
-        }
-        for known in in_use {
-            if let Mode::Permit { of: known } = known
-                && known != of
-            {
-                return Err(other_permits(known, of));
+        // In a line of mixed modes, the nearest one ahead tells; far ahead nobody looks.
+        for number in (head.first..head.end).rev().take(256) {
+            let entry = self.shelf.get(number)?;
+            if let (Mode::Permit { of: known }, true) = (entry.mode, entry.state != State::Gone) {
+                return if known == of { Ok(()) } else { Err(other_permits(known, of)) };
             }
         }
         Ok(())

@@ -3,12 +3,14 @@
 
 use super::{Line, News, Place, Session, Shelf, Standing, State, Word, World};
 use crate::engine::{Capability, Engine};
-use crate::{Claim, Clock, Error, Grant, Hold, Holder, Name, Owner, Release, Renewal, Result, Status, Token, Waiter};
+use crate::{Claim, Clock, Error, ErrorKind, Grant, Hold, Holder, Name, Owner, Release, Renewal, Result, Status, Token, Waiter};
 use async_trait::async_trait;
+use futures_util::future::join_all;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry as Slot;
 use std::future::Future;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
 
 /// What a step needs of a line that may not exist.
@@ -184,8 +186,24 @@ impl<S: LineStore> LineEngine<S> {
         }
     }
 
-    async fn status(&self, name: &Name) -> Result<Status> {
-        let entries = self.store.step(name, Need::Truth, |line| line.entries()).await?;
+    async fn renew_one(&self, hold: &Hold, sound: bool) -> Renewal {
+        let (seat, owner, ttl) = (hold.seat.unwrap_or(u64::MAX), hold.owner, hold.ttl);
+        let from = self.store.clock().now();
+        let step = self.store.step(&hold.name, Need::Nothing, move |line| Ok(sound && line.renew(seat, owner, ttl)?));
+        match tokio::time::timeout(ttl / 6, step).await {
+            Ok(Ok(true)) => Renewal::Extended { from },
+            Ok(Ok(false)) => Renewal::Gone,
+            Ok(Err(error)) => {
+                tracing::debug!(name = %hold.name, "renewal: {error}");
+                Renewal::Unknown
+            }
+            Err(_) => Renewal::Unknown,
+        }
+    }
+
+    async fn status(&self, name: &Name, patience: Duration) -> Result<Status> {
+        let step = self.store.step(name, Need::Truth, |line| line.entries());
+        let entries = within(patience, step).await?;
         let now = self.store.clock().now();
         let mut status = Status::free(name.as_str());
         for entry in entries {
@@ -212,6 +230,19 @@ impl<S: LineStore> LineEngine<S> {
     }
 }
 
+/// How long somebody else may be in the middle of a step, which takes microseconds, before one who does not want to wait
+/// gives up.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+async fn within<T>(patience: Duration, step: impl Future<Output = Result<T>>) -> Result<T> {
+    tokio::time::timeout(patience, step).await.unwrap_or_else(|_| {
+        Err(Error::new(
+            ErrorKind::Unavailable,
+            "another process is in the middle of a change to this lock and does not go on; is one stopped (state T in ps)?",
+        ))
+    })
+}
+
 fn grant(place: Place) -> Grant {
     Grant::new(Token::new(place.token), place.mode, place.from, place.number)
 }
@@ -232,7 +263,8 @@ impl<S: LineStore> Engine for LineEngine<S> {
 
     async fn acquire(&self, claim: &Claim, wait: bool) -> Result<Option<Grant>> {
         loop {
-            match self.pass(claim, wait).await? {
+            let pass = self.pass(claim, wait);
+            match if wait { pass.await } else { within(PATIENCE, pass).await }? {
                 Some(Standing::Holds(place)) => return Ok(Some(grant(place))),
                 _ if !wait => return Ok(None),
                 _ => {}
@@ -241,21 +273,15 @@ impl<S: LineStore> Engine for LineEngine<S> {
     }
 
     async fn renew(&self, holds: &[Hold]) -> Result<Vec<Renewal>> {
-        let mut answers = Vec::with_capacity(holds.len());
         let sound = self.store.sound();
-        for hold in holds {
-            let (seat, owner, ttl) = (hold.seat.unwrap_or(u64::MAX), hold.owner, hold.ttl);
-            let from = self.store.clock().now();
-            let stands =
-                sound && self.store.step(&hold.name, Need::Nothing, move |line| line.renew(seat, owner, ttl)).await?;
-            answers.push(if stands { Renewal::Extended { from } } else { Renewal::Gone });
-        }
-        Ok(answers)
+        // All at once: a line at which somebody is stuck holds up nobody else.
+        Ok(join_all(holds.iter().map(|hold| self.renew_one(hold, sound))).await)
     }
 
     async fn release(&self, hold: &Hold) -> Result<Release> {
         let (seat, owner) = (hold.seat, hold.owner);
-        let was = self.store.step(&hold.name, Need::Nothing, move |line| line.leave(seat, owner)).await?;
+        let leave = self.store.step(&hold.name, Need::Nothing, move |line| line.leave(seat, owner));
+        let was = within(PATIENCE, leave).await?;
         Ok(match was {
             State::Holding => Release::Freed,
             State::Waiting => Release::Withdrawn,
@@ -264,17 +290,15 @@ impl<S: LineStore> Engine for LineEngine<S> {
     }
 
     async fn standing(&self, name: &Name, owner: Owner) -> Result<Option<Grant>> {
-        let standing = self
-            .store
-            .step(name, Need::Nothing, move |line| {
-                line.reap()?;
-                line.settle()?;
-                match line.find(None, owner)? {
-                    Some(number) => line.look(number, owner),
-                    None => Ok(Standing::Gone),
-                }
-            })
-            .await?;
+        let look = self.store.step(name, Need::Nothing, move |line| {
+            line.reap()?;
+            line.settle()?;
+            match line.find(None, owner)? {
+                Some(number) => line.look(number, owner),
+                None => Ok(Standing::Gone),
+            }
+        });
+        let standing = within(PATIENCE, look).await?;
         Ok(match standing {
             Standing::Holds(place) => Some(grant(place)),
             Standing::Waits { .. } | Standing::Gone => None,
@@ -282,7 +306,7 @@ impl<S: LineStore> Engine for LineEngine<S> {
     }
 
     async fn inspect(&self, name: &Name) -> Result<Status> {
-        self.status(name).await
+        self.status(name, PATIENCE).await
     }
 
     async fn list(&self, prefix: &str) -> Result<Vec<Status>> {
@@ -290,7 +314,14 @@ impl<S: LineStore> Engine for LineEngine<S> {
         names.sort();
         let mut found = Vec::new();
         for name in names {
-            let status = self.status(&name).await?;
+            let status = match self.status(&name, PATIENCE / 10).await {
+                Ok(status) => status,
+                // One that cannot be read does not hide the others.
+                Err(error) => {
+                    tracing::error!("{name}: {error}");
+                    continue;
+                }
+            };
             if !(status.holders.is_empty() && status.waiters.is_empty()) {
                 found.push(status);
             }
@@ -299,7 +330,7 @@ impl<S: LineStore> Engine for LineEngine<S> {
     }
 
     async fn evict(&self, name: &Name) -> Result<usize> {
-        self.store.step(name, Need::Truth, |line| line.evict()).await
+        within(PATIENCE, self.store.step(name, Need::Truth, |line| line.evict())).await
     }
 
     async fn drive(&self, lost: mpsc::UnboundedSender<Owner>) {

@@ -338,9 +338,13 @@ impl Engine for RedisEngine {
         let ops: Vec<Op> = holds.iter().map(|hold| self.op("n", &hold.name, hold.owner, hold.ttl)).collect();
         let mut renewals = Vec::with_capacity(holds.len());
         for outcome in self.post.submit_all(&ops).await {
-            renewals.push(match outcome? {
-                Answer { reply: Reply::Renewed(true), sent, .. } => Renewal::Extended { from: sent },
-                _ => Renewal::Gone,
+            renewals.push(match outcome {
+                Ok(Answer { reply: Reply::Renewed(true), sent, .. }) => Renewal::Extended { from: sent },
+                Ok(_) => Renewal::Gone,
+                Err(error) => {
+                    tracing::debug!("renewal: {error}");
+                    Renewal::Unknown
+                }
             });
         }
         Ok(renewals)

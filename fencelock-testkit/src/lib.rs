@@ -2,7 +2,7 @@
 //!
 //! | module | what it is for |
 //! | --- | --- |
-//! | [`conformance`] | the suite; [`conformance!`] instantiates all of it for one engine |
+//! | [`mod@conformance`] | the suite; [`conformance!`] instantiates all of it for one engine |
 //! | [`probe`] | a process of its own that holds locks, to be killed, stopped and continued |
 //! | [`history`] | a record of what happened to locks, and a checker that finds what must not have happened |
 //! | [`torture`] | processes that hammer an engine under the eyes of the checker; `fencelock torture` |

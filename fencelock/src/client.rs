@@ -5,7 +5,7 @@ use crate::guard::Ending;
 use crate::keeper::{Held, Keeper, cannot_tell};
 use crate::primitive::{All, Election, Mutex, RwLock, Semaphore};
 use crate::url::Url;
-use crate::{Claim, Error, ErrorKind, Grant, Hold, Mode, Name, Renewal, Result, Status};
+use crate::{Claim, Error, ErrorKind, Grant, Hold, Mode, Name, Owner, Renewal, Result, Status};
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -252,11 +252,11 @@ impl Client {
     }
 
     async fn claim(&self, request: &Request, wait: bool) -> Result<Option<Arc<Held>>> {
-        let claim = &request.claim;
+        let mut claim = request.claim.clone();
         loop {
             // Whatever ends this future early (a timeout, a drop, an error after the request was sent) leaves nothing behind.
-            let ending = Ending::new(self.clone(), Hold::of(claim, None));
-            let grant = match self.0.engine.acquire(claim, wait).await {
+            let ending = Ending::new(self.clone(), Hold::of(&claim, None));
+            let grant = match self.0.engine.acquire(&claim, wait).await {
                 Ok(Some(grant)) => grant,
                 Ok(None) => {
                     ending.call_off();
@@ -270,16 +270,23 @@ impl Client {
                     return Err(error);
                 }
             };
-            let hold = Hold::of(claim, Some(grant.seat));
-            if let Some(held) = self.0.keeper.keep(hold, &grant, request.max_hold, false) {
-                ending.call_off();
+            ending.call_off();
+            let hold = Hold::of(&claim, Some(grant.seat));
+            if let Some(held) = self.0.keeper.keep(hold.clone(), &grant, request.max_hold, false) {
                 return Ok(Some(held));
             }
-            // The answer took longer than the lease: it counts as not acquired, and goes back. An error is no news here; the
-            // release then goes on in the background.
-            let _ = ending.finish().await;
+            // The answer took longer than the lease, or the lock was taken away meanwhile: it counts as not acquired, and goes
+            // back. After an error the release goes on in the background.
+            let given_back = Ending::new(self.clone(), hold).finish().await;
             if !wait {
                 return Ok(None);
+            }
+            // The next round is another acquisition: a late release of this one must not hit it. An owner that the user gave
+            // stays the same, so there it must be over.
+            if request.reenter {
+                given_back?;
+            } else {
+                claim.owner = Owner::random();
             }
         }
     }

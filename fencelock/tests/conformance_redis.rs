@@ -1,5 +1,6 @@
 //! The Redis engine keeps every promise, also between processes.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![cfg(feature = "redis")]
 
 fencelock_testkit::conformance!(fencelock_testkit::redis::RedisSubject::new());

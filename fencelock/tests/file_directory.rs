@@ -1,5 +1,7 @@
 //! The file engine's directory: what is done to it by users, by mistake and by the file system must not make a second holder,
 //! and must be told in words that help.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![cfg(target_os = "linux")]
 
 use fencelock::{Client, ErrorKind, connect};

@@ -1,5 +1,6 @@
 //! Redis behind a bad network, and with a bad memory: nothing is held twice, nothing is stranded, nobody haunts the line.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![cfg(feature = "redis")]
 
 use fencelock::{Client, ErrorKind, Guard, Loss, Mode, Owner, connect};

@@ -1,6 +1,7 @@
 //! What a Redis server can answer, and how it can be reached: each trouble has its kind, passes by itself when it can, and
 //! costs no lock that need not be lost.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![cfg(feature = "redis")]
 
 use fencelock::{Client, Error, ErrorKind, Guard, Mode, Result, connect};

@@ -1,6 +1,7 @@
 //! The line rule exists twice: as a pure function, which the memory engine uses, and in the script of the Redis engine. Random
 //! operations by real clients must come out the same on both.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![cfg(feature = "redis")]
 
 use fencelock::{Client, ErrorKind, Guard, Mode, Result, connect};

@@ -1,5 +1,6 @@
 //! Waiting on Redis: by push, past the dead, behind strangers; and nothing stays behind.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![cfg(feature = "redis")]
 
 use fencelock::{Client, Guard, Mode, connect};

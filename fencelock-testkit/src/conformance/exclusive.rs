@@ -1,6 +1,6 @@
 //! What every lock with one holder at a time must do, whichever primitive plays its part.
 
-use super::{LONG, NAME, SHORT};
+use super::{LONG, NAME, SHORT, held_up, keeper_has_run};
 use crate::stepped::Stepped;
 use crate::wait::{at_once, eventually, line, until_free, until_line};
 use crate::{Kind, Subject};
@@ -341,6 +341,23 @@ pub async fn a_late_drop_leaves_the_successor_alone(subject: &Subject, kind: Kin
     second.release().await.unwrap();
 }
 
+/// The holder hears late that it lost the lock, and gives back what it does not have. Meanwhile a nested program, which was
+/// told its owner, has acquired the lock as that owner.
+pub async fn a_late_release_leaves_the_next_hold_of_the_same_owner_alone(subject: &Subject, kind: Kind) {
+    let client = subject.client().await;
+    let (late, go_on) = held_up(subject).await;
+    let first = kind.lock(&late, NAME).ttl(LONG).acquire().await.unwrap();
+    assert_eq!(client.evict(NAME).await.unwrap(), 1);
+    let second = kind.lock(&client, NAME).ttl(LONG).owner(first.owner()).acquire().await.unwrap();
+    assert!(!second.is_borrowed() && second.token() > first.token());
+    go_on.send(()).unwrap();
+    at_once("the first holder is told", first.lost()).await;
+    drop(first);
+    keeper_has_run(&late).await;
+    holds_alone(&client, &second).await;
+    second.release().await.unwrap();
+}
+
 async fn holds_alone(client: &Client, guard: &Guard) {
     let status = client.status(NAME).await.unwrap();
     assert_eq!(status.holders.len(), 1, "{status:?}");
@@ -375,11 +392,8 @@ pub async fn an_eviction_while_the_grant_arrives_is_told(subject: &Subject, kind
     assert!(waiter.until_parked().await.is_none());
     holder.release().await.unwrap();
     assert_eq!(two.evict(NAME).await.unwrap(), 1);
-    // The keeper hears of it before the waiter does: this release passes through it.
-    for _ in 0..3 {
-        drop(kind.lock(&one, "another").acquire().await.unwrap());
-        one.settled().await;
-    }
+    // It hears of it before the waiter does.
+    keeper_has_run(&one).await;
     let guard = at_once("the waiter is served", waiter.finish()).await.unwrap();
     eventually("the guard and the engine agree", async || {
         let status = two.status(NAME).await.unwrap();

@@ -17,8 +17,12 @@ pub mod several;
 pub mod sharing;
 pub mod with;
 
+use crate::Subject;
+use fencelock::Client;
 use std::future::Future;
+use std::sync::mpsc;
 use std::time::Duration;
+use tokio::sync::oneshot;
 
 /// The lock that most checks are about.
 pub(crate) const NAME: &str = "invoice:42";
@@ -34,6 +38,36 @@ pub(crate) const LONG: Duration = Duration::from_secs(120);
 pub async fn run(check: impl Future<Output = ()>) {
     let limit = Duration::from_secs(60);
     assert!(tokio::time::timeout(limit, check).await.is_ok(), "the check hangs");
+}
+
+/// A client whose keeper, which also takes in what the engine says, runs on a thread of its own and can be held up.
+pub(crate) async fn held_up(subject: &Subject) -> (Client, mpsc::Sender<()>) {
+    let url = subject.url().to_owned();
+    let (tell, told) = oneshot::channel();
+    let (go_on, wait) = mpsc::channel::<()>();
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let client = fencelock::connect(url).await.unwrap();
+            drop(client.mutex("first use").acquire().await.unwrap());
+            client.settled().await;
+            tell.send(client).unwrap();
+            // Nothing runs here until the first word, and nothing more after the second.
+            wait.recv().unwrap();
+            while wait.try_recv() != Err(mpsc::TryRecvError::Disconnected) {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        });
+    });
+    (told.await.unwrap(), go_on)
+}
+
+/// Returns when the client's keeper has gone its round a few times: each of these releases passes through it.
+pub(crate) async fn keeper_has_run(client: &Client) {
+    for _ in 0..5 {
+        drop(client.mutex("passing through the keeper").acquire().await.unwrap());
+        client.settled().await;
+    }
 }
 
 /// Instantiates every check as a test of its own. The expression makes a fresh [`Subject`](crate::Subject).
@@ -65,6 +99,7 @@ macro_rules! conformance {
             a_release_dropped_halfway_is_finished
             a_late_release_says_lost_and_leaves_the_successor_alone
             a_late_drop_leaves_the_successor_alone
+            a_late_release_leaves_the_next_hold_of_the_same_owner_alone
             an_evicted_holder_learns_it_at_once_and_the_next_one_follows
             an_eviction_while_the_grant_arrives_is_told
             an_eviction_right_after_the_first_acquire_is_told

@@ -1,13 +1,11 @@
 //! Several locks at once: all or none, without deadlock.
 
-use super::LONG;
+use super::{LONG, held_up, keeper_has_run};
 use crate::Subject;
 use crate::stepped::Stepped;
 use crate::wait::{at_once, line, until_free, until_line};
 use fencelock::{Client, ErrorKind, MIN_TTL, Owner};
-use std::sync::mpsc;
 use std::time::Duration;
-use tokio::sync::oneshot;
 
 async fn all_free(client: &Client, names: &[&str]) {
     for name in names {
@@ -136,28 +134,6 @@ pub async fn a_name_that_stands_twice_is_taken_once(subject: &Subject) {
     all_free(&client, &["a", "b"]).await;
 }
 
-/// A client whose keeper, which also takes in what the engine says, runs on a thread of its own and can be held up.
-async fn held_up(subject: &Subject) -> (Client, mpsc::Sender<()>) {
-    let url = subject.url().to_owned();
-    let (tell, told) = oneshot::channel();
-    let (go_on, wait) = mpsc::channel::<()>();
-    std::thread::spawn(move || {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        runtime.block_on(async {
-            let client = fencelock::connect(url).await.unwrap();
-            drop(client.mutex("first use").acquire().await.unwrap());
-            client.settled().await;
-            tell.send(client).unwrap();
-            // Nothing runs here until the first word, and nothing more after the second.
-            wait.recv().unwrap();
-            while wait.try_recv() != Err(mpsc::TryRecvError::Disconnected) {
-                tokio::time::sleep(Duration::from_millis(1)).await;
-            }
-        });
-    });
-    (told.await.unwrap(), go_on)
-}
-
 /// An owner holds a first lock and waits for a second one when the news that it holds the first one arrives.
 pub async fn late_news_of_one_lock_is_not_taken_for_another(subject: &Subject) {
     let client = subject.client().await;
@@ -171,10 +147,7 @@ pub async fn late_news_of_one_lock_is_not_taken_for_another(subject: &Subject) {
     first.release().await.unwrap();
     until_line(&client, "b", 1, 1).await;
     go_on.send(()).unwrap();
-    for _ in 0..5 {
-        drop(late.mutex("another").acquire().await.unwrap());
-        at_once("the keeper is at work", late.settled()).await;
-    }
+    keeper_has_run(&late).await;
     assert!(!waiter.is_finished(), "it believes to hold what somebody else holds");
     assert_eq!(line(&client, "b").await, (1, 1));
     busy.release().await.unwrap();

@@ -8,6 +8,7 @@ use super::{Capability, Purpose};
 use crate::url::Url;
 use crate::{Clock, Error, ErrorKind, Moment, Name, Result};
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
 
@@ -61,7 +62,7 @@ impl MemoryStore {
         for word in deliver_own(&self.inbox, Some(self.session), words) {
             let inbox = self.room.inboxes().get(&word.to).and_then(Weak::upgrade);
             if let Some(inbox) = inbox {
-                inbox.deliver(word.owner, word.news);
+                inbox.deliver(word.owner, word.line, word.news);
             }
         }
     }
@@ -129,9 +130,15 @@ impl Shelf for MemoryShelf {
     }
 }
 
-pub(crate) struct MemoryWorld;
+pub(crate) struct MemoryWorld {
+    line: u64,
+}
 
 impl World for MemoryWorld {
+    fn line(&self) -> u64 {
+        self.line
+    }
+
     fn now(&self) -> Moment {
         Clock::Tokio.now()
     }
@@ -180,6 +187,12 @@ impl LineStore for MemoryStore {
         &self.inbox
     }
 
+    fn line(&self, name: &Name) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        name.hash(&mut hasher);
+        hasher.finish()
+    }
+
     async fn session(&self) -> Result<Session> {
         Ok(self.session)
     }
@@ -189,6 +202,7 @@ impl LineStore for MemoryStore {
         R: Send + 'static,
         F: FnOnce(&mut Line<'_, MemoryShelf, MemoryWorld>) -> Result<R> + Send + 'static,
     {
+        let world = MemoryWorld { line: self.line(name) };
         let (result, words) = {
             let mut lines = self.room.lines();
             let mut none = MemoryShelf::default();
@@ -197,7 +211,7 @@ impl LineStore for MemoryStore {
                 None if need == Need::Line => lines.entry(name.clone()).or_default(),
                 None => &mut none,
             };
-            let mut line = Line::new(shelf, &MemoryWorld);
+            let mut line = Line::new(shelf, &world);
             let result = step(&mut line);
             let words = line.words;
             shelf.trim();

@@ -27,8 +27,8 @@ const TRIES: usize = 20;
 pub(super) struct LineFile {
     pub(super) name: Name,
     file_name: String,
-    /// Names the line among the byte locks.
-    key: u64,
+    /// Names the line among the byte locks, and in words.
+    pub(super) key: u64,
     gate: Arc<Mutex<Gate>>,
     /// When it was last used, on the cache's count.
     pub(super) used: AtomicU64,
@@ -258,6 +258,10 @@ pub(crate) struct FileWorld {
 }
 
 impl World for FileWorld {
+    fn line(&self) -> u64 {
+        self.line.key
+    }
+
     fn now(&self) -> Moment {
         Clock::Boot.now()
     }

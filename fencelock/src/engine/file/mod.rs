@@ -145,13 +145,13 @@ impl Shared {
     async fn watch_ground(&self) {
         loop {
             tokio::time::sleep(GROUND).await;
-            let owners: Vec<Owner> = {
+            let users: Vec<(u64, Owner)> = {
                 let uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
-                uses.values().flatten().copied().collect()
+                uses.iter().flat_map(|(line, owners)| owners.iter().map(|owner| (*line, *owner))).collect()
             };
-            if !owners.is_empty() && !self.root.in_place() {
-                for owner in owners {
-                    self.inbox.deliver(owner, News::Lost);
+            if !users.is_empty() && !self.root.in_place() {
+                for (line, owner) in users {
+                    self.inbox.deliver(owner, line, News::Lost);
                 }
             }
         }
@@ -185,7 +185,7 @@ impl FileStore {
     }
 
     /// The line's file, kept warm.
-    fn line(&self, name: &Name) -> Arc<LineFile> {
+    fn line_file(&self, name: &Name) -> Arc<LineFile> {
         let count = self.count.fetch_add(1, Ordering::Relaxed);
         let mut cold = Vec::new();
         let line = {
@@ -281,6 +281,10 @@ impl LineStore for FileStore {
         &self.shared.inbox
     }
 
+    fn line(&self, name: &Name) -> u64 {
+        self.line_file(name).key
+    }
+
     async fn session(&self) -> Result<Session> {
         if self.shared.tokens.low() {
             let shared = Arc::clone(&self.shared);
@@ -308,7 +312,7 @@ impl LineStore for FileStore {
         R: Send + 'static,
         F: FnOnce(&mut Line<'_, PageShelf, FileWorld>) -> Result<R> + Send + 'static,
     {
-        self.line(name).step(&self.shared, need, step).await
+        self.line_file(name).step(&self.shared, need, step).await
     }
 
     async fn watch(&self, sessions: &[Session]) {

@@ -424,6 +424,9 @@ mod tests {
     }
 
     impl World for Play {
+        fn line(&self) -> u64 {
+            1
+        }
         fn now(&self) -> Moment {
             Moment::from_nanos(self.now.get())
         }

@@ -21,7 +21,7 @@ use tokio::net::unix::pipe;
 /// Session ids have this bit, the keys of names do not.
 pub(super) const SESSION_BIT: u64 = 1 << 63;
 /// A word on the wire; far below PIPE_BUF, so written and read in one piece.
-const WORD: usize = 48;
+const WORD: usize = 56;
 /// How many leftovers of dead sessions one newcomer removes at most.
 const SWEEP: usize = 256;
 /// How many writing ends are kept open.
@@ -66,8 +66,8 @@ impl Own {
             }
             match fifo.try_read(&mut buffer) {
                 Ok(length) => {
-                    for (owner, news) in buffer[..length].chunks_exact(WORD).filter_map(decode) {
-                        inbox.deliver(owner, news);
+                    for (owner, line, news) in buffer[..length].chunks_exact(WORD).filter_map(decode) {
+                        inbox.deliver(owner, line, news);
                     }
                 }
                 Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
@@ -204,6 +204,7 @@ fn open(root: &Root, session: Session, access: OFlags) -> Result<OwnedFd, Errno>
 fn encode(word: &Word) -> [u8; WORD] {
     let mut bytes = [0; WORD];
     bytes[..16].copy_from_slice(&word.owner.to_bytes());
+    bytes[48..56].copy_from_slice(&word.line.to_le_bytes());
     match word.news {
         News::Lost => bytes[16] = 1,
         News::Granted(place) => {
@@ -223,7 +224,7 @@ fn encode(word: &Word) -> [u8; WORD] {
     bytes
 }
 
-fn decode(bytes: &[u8]) -> Option<(Owner, News)> {
+fn decode(bytes: &[u8]) -> Option<(Owner, u64, News)> {
     let number = |at: usize| bytes.get(at..at + 8)?.try_into().ok().map(u64::from_le_bytes);
     let owner = Owner::from_bytes(bytes.get(..16)?.try_into().ok()?);
     let news = match bytes.get(16)? {
@@ -241,5 +242,5 @@ fn decode(bytes: &[u8]) -> Option<(Owner, News)> {
         }),
         _ => return None,
     };
-    Some((owner, news))
+    Some((owner, number(48)?, news))
 }

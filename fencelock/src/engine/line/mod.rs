@@ -81,6 +81,8 @@ pub(crate) trait Shelf {
 
 /// What a step needs to know of the world outside of the line.
 pub(crate) trait World {
+    /// Names this line among all lines.
+    fn line(&self) -> u64;
     fn now(&self) -> Moment;
     /// A token above `last` and above every token that this line or an earlier line of the name ever had.
     fn token(&self, last: u64) -> Result<u64>;
@@ -98,6 +100,8 @@ pub(crate) trait World {
 pub(crate) struct Word {
     pub(crate) to: Session,
     pub(crate) owner: Owner,
+    /// Which line it is about: an owner can stand in several.
+    pub(crate) line: u64,
     pub(crate) news: News,
 }
 
@@ -262,11 +266,15 @@ impl<'a, S: Shelf, W: World> Line<'a, S, W> {
 
     fn remove_holder(&mut self, number: u64, entry: Entry, tell: bool) -> Result<()> {
         if tell {
-            self.words.push(Word { to: entry.session, owner: entry.owner, news: News::Lost });
+            self.tell(&entry, News::Lost);
         }
         self.mark_gone(number, entry)?;
         self.shelf.head().holding -= 1;
         Ok(())
+    }
+
+    fn tell(&mut self, entry: &Entry, news: News) {
+        self.words.push(Word { to: entry.session, owner: entry.owner, line: self.world.line(), news });
     }
 
     fn mark_gone(&mut self, number: u64, mut entry: Entry) -> Result<()> {
@@ -295,7 +303,7 @@ impl<'a, S: Shelf, W: World> Line<'a, S, W> {
                     entry.deadline = now.after(entry.ttl);
                     entry.since = now;
                     let news = News::Granted(place(head.waiting, &entry));
-                    self.words.push(Word { to: entry.session, owner: entry.owner, news });
+                    self.tell(&entry, news);
                     let head = self.shelf.head();
                     head.token = entry.token;
                     head.holding += 1;

@@ -3,7 +3,9 @@
 
 use super::{Line, News, Place, Session, Shelf, Standing, State, Word, World};
 use crate::engine::{Capability, Engine};
-use crate::{Claim, Clock, Error, ErrorKind, Grant, Hold, Holder, Name, Owner, Release, Renewal, Result, Status, Token, Waiter};
+use crate::{
+    Claim, Clock, Error, ErrorKind, Grant, Hold, Holder, Name, Owner, Release, Renewal, Result, Status, Token, Waiter,
+};
 use async_trait::async_trait;
 use futures_util::future::join_all;
 use std::collections::HashMap;
@@ -33,6 +35,9 @@ pub(crate) trait LineStore: Send + Sync + 'static {
     fn capability(&self) -> Capability;
     fn clock(&self) -> Clock;
     fn inbox(&self) -> &Arc<Inbox>;
+
+    /// What the words about this line call it.
+    fn line(&self, name: &Name) -> u64;
 
     /// This client's session; made on first use.
     fn session(&self) -> impl Future<Output = Result<Session>> + Send;
@@ -67,7 +72,8 @@ pub(crate) trait LineStore: Send + Sync + 'static {
 /// Where the words for this client's claims arrive.
 #[derive(Default)]
 pub(crate) struct Inbox {
-    waiting: Mutex<HashMap<Owner, oneshot::Sender<Place>>>,
+    /// By owner and line.
+    waiting: Mutex<HashMap<(Owner, u64), oneshot::Sender<Place>>>,
     lost: Mutex<Losses>,
 }
 
@@ -80,29 +86,29 @@ struct Losses {
 }
 
 impl Inbox {
-    fn waiting(&self) -> MutexGuard<'_, HashMap<Owner, oneshot::Sender<Place>>> {
+    fn waiting(&self) -> MutexGuard<'_, HashMap<(Owner, u64), oneshot::Sender<Place>>> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn expect(self: &Arc<Self>, owner: Owner) -> Result<Expected> {
+    fn expect(self: &Arc<Self>, owner: Owner, line: u64) -> Result<Expected> {
         let (tell, told) = oneshot::channel();
-        match self.waiting().entry(owner) {
+        match self.waiting().entry((owner, line)) {
             Slot::Occupied(_) => Err(Error::invalid(
                 "this owner is waiting for a lock already; an owner stands for one acquisition at a time",
             )),
             Slot::Vacant(slot) => {
                 slot.insert(tell);
-                Ok(Expected { inbox: Arc::clone(self), owner, told })
+                Ok(Expected { inbox: Arc::clone(self), key: (owner, line), told })
             }
         }
     }
 
     /// Takes in a word for this client. One that nobody expects belongs to a claim that was given up: its release is on
     /// its way.
-    pub(crate) fn deliver(&self, owner: Owner, news: News) {
+    pub(crate) fn deliver(&self, owner: Owner, line: u64, news: News) {
         match news {
             News::Granted(place) => {
-                if let Some(tell) = self.waiting().remove(&owner) {
+                if let Some(tell) = self.waiting().remove(&(owner, line)) {
                     let _ = tell.send(place);
                 }
             }
@@ -132,13 +138,13 @@ impl Inbox {
 /// A waiter's place in the inbox; goes away with the waiter.
 struct Expected {
     inbox: Arc<Inbox>,
-    owner: Owner,
+    key: (Owner, u64),
     told: oneshot::Receiver<Place>,
 }
 
 impl Drop for Expected {
     fn drop(&mut self) {
-        self.inbox.waiting().remove(&self.owner);
+        self.inbox.waiting().remove(&self.key);
     }
 }
 
@@ -156,7 +162,7 @@ impl<S: LineStore> LineEngine<S> {
     /// long that it was granted and expired meanwhile).
     async fn pass(&self, claim: &Claim, wait: bool) -> Result<Option<Standing>> {
         let session = self.store.session().await?;
-        let mut expected = self.store.inbox().expect(claim.owner)?;
+        let mut expected = self.store.inbox().expect(claim.owner, self.store.line(&claim.name))?;
         let joining = claim.clone();
         let (number, mut standing) = self
             .store
@@ -347,7 +353,7 @@ impl<S: LineStore> Engine for LineEngine<S> {
 pub(crate) fn deliver_own(inbox: &Inbox, session: Option<Session>, words: Vec<Word>) -> Vec<Word> {
     let (own, others): (Vec<Word>, Vec<Word>) = words.into_iter().partition(|word| Some(word.to) == session);
     for word in own {
-        inbox.deliver(word.owner, word.news);
+        inbox.deliver(word.owner, word.line, word.news);
     }
     others
 }

@@ -139,7 +139,7 @@ local function set_up()
         if admits(cur, D, mode, of) then
           local lease = math.min(window, tonumber(ttl))
           local token = mint(T, note, ttl)
-          here = send(session, 'g\n' .. owner .. '\n' .. token .. '\n' .. now_text .. '\n' .. lease)
+          here = send(session, 'g\n' .. owner .. '\n' .. token .. '\n' .. now_text .. '\n' .. lease .. '\n' .. K)
           if here > 0 then
             call('ZREM', Q, owner)
             call('HDEL', W, owner)
@@ -148,7 +148,7 @@ local function set_up()
         else
           if not moved then return end
           local again, foreign = first_look(cur, K, T, D)
-          here = send(session, 'h\n' .. owner .. '\n' .. (foreign == 1 and 0 or again))
+          here = send(session, 'h\n' .. owner .. '\n' .. (foreign == 1 and 0 or again) .. '\n' .. K)
           if here > 0 then return end
         end
       end

@@ -13,9 +13,9 @@ use tokio::sync::mpsc;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Push {
     /// Granted to a waiter: token, server time of the grant in µs, provisional lease.
-    Granted { owner: Owner, token: u64, at: u64, lease: Duration },
+    Granted { owner: Owner, key: String, token: u64, at: u64, lease: Duration },
     /// This waiter is the first in line now; the holders can stay for this long.
-    First { owner: Owner, left: Duration },
+    First { owner: Owner, key: String, left: Duration },
     /// Taken away from its holder.
     Lost { owner: Owner },
     /// A key that somebody watches was deleted or has expired.
@@ -165,14 +165,25 @@ fn read_push(push: &PushInfo) -> Option<Push> {
     }
 }
 
+/// Owners can stand in several lines: a word names the lock as well, at its end, since a name may have line breaks.
 fn read_word(message: &str) -> Option<Push> {
-    let mut parts = message.split('\n');
-    let kind = parts.next()?;
+    let (kind, rest) = message.split_once('\n')?;
+    let mut parts = match kind {
+        "g" => rest.splitn(5, '\n'),
+        "h" => rest.splitn(3, '\n'),
+        _ => rest.splitn(2, '\n'),
+    };
     let owner: Owner = parts.next()?.parse().ok()?;
     let mut number = || parts.next()?.parse::<u64>().ok();
     match kind {
-        "g" => Some(Push::Granted { owner, token: number()?, at: number()?, lease: Duration::from_millis(number()?) }),
-        "h" => Some(Push::First { owner, left: Duration::from_millis(number()?) }),
+        "g" => {
+            let (token, at, lease) = (number()?, number()?, Duration::from_millis(number()?));
+            Some(Push::Granted { owner, key: parts.next()?.to_owned(), token, at, lease })
+        }
+        "h" => {
+            let left = Duration::from_millis(number()?);
+            Some(Push::First { owner, key: parts.next()?.to_owned(), left })
+        }
         "l" => Some(Push::Lost { owner }),
         _ => None,
     }

@@ -211,9 +211,10 @@ impl RedisEngine {
 
     fn route(&self, push: Push, lost: &mpsc::UnboundedSender<Owner>) {
         match &push {
-            Push::Granted { owner, .. } | Push::First { owner, .. } => {
-                if let Some((_, tell)) = self.waiting().get(owner) {
-                    let _ = tell.send(push);
+            Push::Granted { owner, key, .. } | Push::First { owner, key, .. } => {
+                // It may wait for another lock by now; late news of this one must not be taken for news of that.
+                if let Some((_, tell)) = self.waiting().get(owner).filter(|(keys, _)| keys.main == *key) {
+                    let _ = tell.send(push.clone());
                 }
             }
             Push::Lost { owner } => {
@@ -336,8 +337,14 @@ impl Engine for RedisEngine {
 
     async fn renew(&self, holds: &[Hold]) -> Result<Vec<Renewal>> {
         let ops: Vec<Op> = holds.iter().map(|hold| self.op("n", &hold.name, hold.owner, hold.ttl)).collect();
+        let mut outcomes = self.post.submit_all(&ops).await;
+        if outcomes.iter().all(Result::is_err)
+            && let Some(Err(error)) = outcomes.pop()
+        {
+            return Err(error);
+        }
         let mut renewals = Vec::with_capacity(holds.len());
-        for outcome in self.post.submit_all(&ops).await {
+        for outcome in outcomes {
             renewals.push(match outcome {
                 Ok(Answer { reply: Reply::Renewed(true), sent, .. }) => Renewal::Extended { from: sent },
                 Ok(_) => Renewal::Gone,

@@ -17,9 +17,6 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// All of them.
-    pub const EACH: [Kind; 4] = [Kind::Mutex, Kind::Writer, Kind::OnePermit, Kind::AllOfOne];
-
     /// A lock of this kind.
     pub fn lock(self, client: &Client, name: &str) -> Lock {
         Lock(match self {

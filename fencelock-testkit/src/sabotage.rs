@@ -137,6 +137,7 @@ impl Saboteur {
             let mut inner = hold.clone();
             inner.owner = *owner;
             inner.seat = Some(*seat);
+            inner.token = None;
             return Some(inner);
         }
         let in_use = self.sabotage == Sabotage::LastComeFirstServed && hold.seat.is_none();
@@ -189,6 +190,7 @@ async fn give_back(inner: &dyn Engine, state: &Mutex<State>, claim: &Claim, gran
         let pattern = locked(state).pattern.clone();
         if let Some(mut hold) = pattern {
             (hold.name, hold.owner, hold.seat) = (claim.name.clone(), claim.owner, Some(grant.seat));
+            hold.token = Some(grant.token);
             let _ = inner.release(&hold).await;
             return;
         }

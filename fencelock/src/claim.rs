@@ -154,11 +154,19 @@ pub struct Hold {
     pub ttl: Duration,
     /// [`Grant::seat`]; `None` when the claim was given up before its answer was seen.
     pub seat: Option<u64>,
+    /// [`Grant::token`], likewise. An owner may hold again after it lost the lock: what is meant is the hold with this token.
+    pub token: Option<Token>,
 }
 
 impl Hold {
-    pub(crate) fn of(claim: &Claim, seat: Option<u64>) -> Self {
-        Self { name: claim.name.clone(), owner: claim.owner, ttl: claim.ttl, seat }
+    pub(crate) fn of(claim: &Claim, grant: Option<&Grant>) -> Self {
+        Self {
+            name: claim.name.clone(),
+            owner: claim.owner,
+            ttl: claim.ttl,
+            seat: grant.map(|grant| grant.seat),
+            token: grant.map(|grant| grant.token),
+        }
     }
 }
 

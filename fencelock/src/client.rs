@@ -240,7 +240,7 @@ impl Client {
             )));
         }
         // How much is left of the outer hold's lease is not known here: extending it tells, and makes sure that it stands.
-        let hold = Hold::of(claim, Some(grant.seat));
+        let hold = Hold::of(claim, Some(&grant));
         let answers = self.0.engine.renew(std::slice::from_ref(&hold)).await?;
         let from = match answers.first() {
             Some(Renewal::Extended { from }) => *from,
@@ -271,7 +271,7 @@ impl Client {
                 }
             };
             ending.call_off();
-            let hold = Hold::of(&claim, Some(grant.seat));
+            let hold = Hold::of(&claim, Some(&grant));
             if let Some(held) = self.0.keeper.keep(hold.clone(), &grant, request.max_hold, false) {
                 return Ok(Some(held));
             }

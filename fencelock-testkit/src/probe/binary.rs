@@ -26,8 +26,10 @@ fn build() -> PathBuf {
     if let Some(target) = own.ancestors().find(|dir| dir.join("CACHEDIR.TAG").exists()) {
         command.arg("--target-dir").arg(target);
     }
-    if own.components().any(|part| part.as_os_str() == "release") {
-        command.arg("--release");
+    // …/<profile>/deps/<test>
+    match own.ancestors().nth(2).and_then(Path::file_name).and_then(|profile| profile.to_str()) {
+        None | Some("debug") => {}
+        Some(profile) => _ = command.args(["--profile", profile]),
     }
     let output = command.output().expect("cargo can be run");
     executable(&output).unwrap_or_else(|| panic!("{NAME} was not built: {}", String::from_utf8_lossy(&output.stderr)))
@@ -37,5 +39,6 @@ fn build() -> PathBuf {
 fn executable(output: &Output) -> Option<PathBuf> {
     let messages = String::from_utf8_lossy(&output.stdout);
     let messages = messages.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
-    messages.filter_map(|message| message.get("executable")?.as_str().map(PathBuf::from)).next_back()
+    let made = messages.filter_map(|message| message.get("executable")?.as_str().map(PathBuf::from)).next_back();
+    made.filter(|_| output.status.success())
 }

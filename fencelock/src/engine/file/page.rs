@@ -477,11 +477,11 @@ mod tests {
         let did = match op {
             Op::Join(_, session) => format!("{:?}", line.join(claim, *session)?),
             Op::Leave(index) => match pick(index) {
-                Some((number, owner)) => format!("{:?}", line.leave(Some(number), owner)?),
+                Some((number, owner)) => format!("{:?}", line.leave(Some(number), owner, None)?),
                 None => String::new(),
             },
             Op::Renew(index) => match pick(index) {
-                Some((number, owner)) => format!("{:?}", line.renew(number, owner, claim.ttl)?),
+                Some((number, owner)) => format!("{:?}", line.renew(number, owner, None, claim.ttl)?),
                 None => String::new(),
             },
             Op::Evict => format!("{:?}", line.evict()?),
@@ -583,7 +583,7 @@ mod tests {
                     let mut line = Line::new(shelf, &world);
                     line.reap()?;
                     line.settle()?;
-                    line.leave(None, entry.owner)?;
+                    line.leave(None, entry.owner, None)?;
                     Ok(String::new())
                 }).unwrap();
             }
@@ -601,8 +601,10 @@ mod tests {
                 on_file(&file, |shelf| apply(shelf, &world, &Op::Join(0, 1), claim, &[])).unwrap();
             }
             for (number, claim) in (0..).zip(&claims).skip(1).take(14) {
-                on_file(&file, |shelf| Ok(format!("{:?}", Line::new(shelf, &world).leave(Some(number), claim.owner)?)))
-                    .unwrap();
+                on_file(&file, |shelf| {
+                    Ok(format!("{:?}", Line::new(shelf, &world).leave(Some(number), claim.owner, None)?))
+                })
+                .unwrap();
             }
             WRITES.set(writes);
             let done = on_file(&file, |shelf| Ok(format!("{}", Line::new(shelf, &world).evict()?))).is_ok();
@@ -625,7 +627,8 @@ mod tests {
     fn who_only_looks_does_not_make_a_line() {
         let (file, world) = (scratch(), Play::default());
         on_file(&file, |shelf| Ok(format!("{:?}", Line::new(shelf, &world).entries()?))).unwrap();
-        on_file(&file, |shelf| Ok(format!("{:?}", Line::new(shelf, &world).leave(None, Owner::random())?))).unwrap();
+        on_file(&file, |shelf| Ok(format!("{:?}", Line::new(shelf, &world).leave(None, Owner::random(), None)?)))
+            .unwrap();
         assert!(PageShelf::load(&file, Box::new([0; PAGE]), BOOT).unwrap().fresh);
     }
 
@@ -640,7 +643,7 @@ mod tests {
                 let (number, standing) = line.join(&claim, 1)?;
                 if let Some((number, owner)) = last.replace((number, claim.owner)) {
                     assert!(matches!(standing, Standing::Waits { .. }));
-                    line.leave(Some(number), owner)?;
+                    line.leave(Some(number), owner, None)?;
                 }
                 Ok(String::new())
             })

@@ -381,14 +381,25 @@ impl<'a, S: Shelf, W: World> Line<'a, S, W> {
         Ok(None)
     }
 
-    /// Takes this owner out of the line; hands over if it held. Tells in which state it was.
-    pub(crate) fn leave(&mut self, number: Option<u64>, owner: Owner) -> Result<State> {
+    /// Takes this owner out of the line; hands over if it held. Tells in which state it was. With a token, only the hold with
+    /// that token is meant.
+    pub(crate) fn leave(&mut self, number: Option<u64>, owner: Owner, token: Option<u64>) -> Result<State> {
         let was = match self.find(number, owner)? {
-            Some(number) => self.take_out(number)?,
+            Some(number) if self.is_hold(number, token)? => self.take_out(number)?,
+            // It is the same owner's next hold: not to be touched, and its record not either.
+            Some(_) => return Ok(State::Gone),
             None => State::Gone,
         };
         self.world.exit(owner);
         Ok(was)
+    }
+
+    /// Whether the entry is the hold with this token; without one, any will do.
+    fn is_hold(&mut self, number: u64, token: Option<u64>) -> Result<bool> {
+        Ok(match token {
+            Some(token) => self.shelf.get(number)?.token == token,
+            None => true,
+        })
     }
 
     fn take_out(&mut self, number: u64) -> Result<State> {
@@ -404,8 +415,11 @@ impl<'a, S: Shelf, W: World> Line<'a, S, W> {
     }
 
     /// Extends the lease of a holder, never shortens it. False if it does not hold.
-    pub(crate) fn renew(&mut self, number: u64, owner: Owner, ttl: Duration) -> Result<bool> {
+    pub(crate) fn renew(&mut self, number: u64, owner: Owner, token: Option<u64>, ttl: Duration) -> Result<bool> {
         if let Some(number) = self.find(Some(number), owner)? {
+            if !self.is_hold(number, token)? {
+                return Ok(false);
+            }
             let mut entry = self.shelf.get(number)?;
             if entry.state == State::Holding {
                 entry.deadline = entry.deadline.max(self.world.now().after(ttl));

@@ -169,7 +169,7 @@ impl<S: LineStore> LineEngine<S> {
             .step(&claim.name, Need::Line, move |line| {
                 let (number, standing) = line.join(&joining, session)?;
                 if !wait && !matches!(standing, Standing::Holds(_)) {
-                    line.leave(Some(number), joining.owner)?;
+                    line.leave(Some(number), joining.owner, None)?;
                 }
                 Ok((number, standing))
             })
@@ -194,8 +194,10 @@ impl<S: LineStore> LineEngine<S> {
 
     async fn renew_one(&self, hold: &Hold, sound: bool) -> Renewal {
         let (seat, owner, ttl) = (hold.seat.unwrap_or(u64::MAX), hold.owner, hold.ttl);
+        let token = hold.token.map(Token::as_u64);
         let from = self.store.clock().now();
-        let step = self.store.step(&hold.name, Need::Nothing, move |line| Ok(sound && line.renew(seat, owner, ttl)?));
+        let step =
+            self.store.step(&hold.name, Need::Nothing, move |line| Ok(sound && line.renew(seat, owner, token, ttl)?));
         match tokio::time::timeout(ttl / 6, step).await {
             Ok(Ok(true)) => Renewal::Extended { from },
             Ok(Ok(false)) => Renewal::Gone,
@@ -285,8 +287,8 @@ impl<S: LineStore> Engine for LineEngine<S> {
     }
 
     async fn release(&self, hold: &Hold) -> Result<Release> {
-        let (seat, owner) = (hold.seat, hold.owner);
-        let leave = self.store.step(&hold.name, Need::Nothing, move |line| line.leave(seat, owner));
+        let (seat, owner, token) = (hold.seat, hold.owner, hold.token.map(Token::as_u64));
+        let leave = self.store.step(&hold.name, Need::Nothing, move |line| line.leave(seat, owner, token));
         let was = within(PATIENCE, leave).await?;
         Ok(match was {
             State::Holding => Release::Freed,

@@ -1,8 +1,8 @@
 -- Carries out a batch of operations on lines. All that changes a lock happens in here, atomically.
 --
 -- KEYS, four per operation, all of one slot:
---   K  the lock's name itself: who holds. The owner id while it is held exclusively (the common recipe's layout, so that
---      its clients and fencelock exclude each other), 'fencelock:shared' or 'fencelock:permit:N' otherwise
+--   K  the lock's name itself: who holds. While it is held exclusively, owner ':' token (a value that nobody else has, as in the
+--      common recipe, so that its clients and fencelock exclude each other); 'fencelock:shared' or 'fencelock:permit:N' otherwise
 --   T  the newest token, and who got it: token \n owner \n session \n label. A token is a time in µs, that of the grant
 --   Q  waiters, a sorted set by time of arrival in µs
 --   X  tombstones: owners whose claims were given up and must not come to life by a late message; a sorted set by time in ms
@@ -11,6 +11,8 @@
 --   D  ends of the leases of those who hold together, in µs: a sorted set by owner
 -- ARGV: claim window ms, life of T ms, life of Q, W and X ms; then four per operation:
 --   operation, owner, ttl ms, and what is noted of its owner: \n owner \n session \n label
+--   (for n, r and x the owner is followed by ':' token if that is known: then only this hold is meant, and no other one of the
+--   same owner)
 -- Operations; a and t are followed by the mode (e, s, p) and, unless both are 0, ':' permits ':' time of arrival:
 --   a acquire or wait; also a waiter's look at its place (idempotent)   t acquire or leave it
 --   r release   x release for good: leaves a tombstone   n renew   v evict all holders
@@ -93,10 +95,16 @@ local function set_up()
     call('PEXPIRE', W, ms + kept)
   end
 
+  -- The owner that holds alone, unless it is a client of the common recipe.
+  local function owner_of(cur)
+    local owner = cur and match(cur, '^(%x+):%d+$')
+    return owner and #owner == 32 and owner
+  end
+
   -- Writes down that an owner holds, for `lease` ms.
   local function hold(cur, K, W, D, owner, mode, of, lease, token, note)
     if mode == 'e' then
-      call('SET', K, owner, 'PX', lease)
+      call('SET', K, owner .. ':' .. token, 'PX', lease)
       return
     end
     if not cur then call('DEL', D) end
@@ -111,10 +119,10 @@ local function set_up()
   -- In how many ms the first in line should look for itself if nobody tells it anything: when a lease ends, and every now and
   -- then, since a word can get lost. Behind a client of the common recipe, which tells nobody when it releases, soon; then the
   -- second value is 1.
-  local function first_look(cur, K, T, D)
+  local function first_look(cur, K, D)
     local left = call('PTTL', K)
     if not together(cur) then
-      if match(call('GET', T) or '', '^%d+\n(%x*)') ~= cur then return left < 0 and 800 or math.min(left + 1, 800), 1 end
+      if not owner_of(cur) then return left < 0 and 800 or math.min(left + 1, 800), 1 end
     elseif cur ~= SHARED then
       -- Whoever leaves first makes room.
       local first = call('ZRANGE', D, 0, 0, 'WITHSCORES')[2]
@@ -147,7 +155,7 @@ local function set_up()
           end
         else
           if not moved then return end
-          local again, foreign = first_look(cur, K, T, D)
+          local again, foreign = first_look(cur, K, D)
           here = send(session, 'h\n' .. owner .. '\n' .. (foreign == 1 and 0 or again) .. '\n' .. K)
           if here > 0 then return end
         end
@@ -162,8 +170,8 @@ local function set_up()
 
   -- The same for a waiter wherever it stands. Those ahead may be dead and a lease may end without a word: then the first who
   -- lives looks first, and a moment later the next ones do.
-  local function look(cur, K, T, Q, D, owner)
-    local again, foreign = first_look(cur, K, T, D)
+  local function look(cur, K, Q, D, owner)
+    local again, foreign = first_look(cur, K, D)
     local ahead = call('ZRANK', Q, owner)
     if ahead == 0 then return again, foreign end
     return foreign == 1 and recheck or math.min(again + math.min(30 * ahead, 900), recheck), 0
@@ -179,12 +187,12 @@ local function set_up()
     return known and known ~= of and known
   end
 
-  -- The token of an owner that holds already; a new one if that was evicted. Begins with what a server without memory does not
+  -- The token of an owner that holds already; a new one if its record was evicted. Begins with what a server without memory does not
   -- refuse; after that it refuses nothing.
   local function held(cur, K, T, W, D, owner, mode, of, ttl, note)
-    if cur == owner then
+    if owner_of(cur) == owner then
       call('PEXPIRE', K, ttl)
-      return match(call('GET', T) or '', '^%d+') or mint(T, note, ttl)
+      return match(cur, '%d+$')
     end
     if together(cur) and call('ZSCORE', D, owner) then
       call('PEXPIRE', K, ttl)
@@ -230,21 +238,27 @@ local function set_up()
     end
     call('PEXPIRE', Q, linger)
     if call('PTTL', W) < tonumber(linger) then call('PEXPIRE', W, linger) end
-    local again, foreign = look(cur, K, T, Q, D, owner)
+    local again, foreign = look(cur, K, Q, D, owner)
     return {2, str(tonumber(place)), again, foreign}
   end
 
-  -- Takes an owner out, wherever it stands: 1 held, 2 waited, 0 neither.
-  local function remove(K, T, Q, W, D, owner)
+  -- Whether the hold of an owner together with others is the one with this token, if one is given.
+  local function is_hold(W, owner, token)
+    local known = match(call('HGET', W, owner) or '', '^h\n(%d+)')
+    return not known or token == '' or token == known
+  end
+
+  -- Takes an owner out, wherever it stands: 1 held, 2 waited, 0 neither. With a token, only the hold that has it.
+  local function remove(K, T, Q, W, D, owner, token)
     local cur = call('GET', K)
-    if cur == owner then
+    if owner_of(cur) == owner and (token == '' or token == match(cur, '%d+$')) then
       call('DEL', K)
-    elseif together(cur) and call('ZREM', D, owner) == 1 then
+    elseif together(cur) and is_hold(W, owner, token) and call('ZREM', D, owner) == 1 then
       call('HDEL', W, owner)
       if call('ZCARD', D) == 0 then call('DEL', K) else prolong(K, W, D) end
     else
       local first = call('ZRANGE', Q, 0, 0)[1] == owner
-      if call('ZREM', Q, owner) == 0 then return 0 end
+      if token ~= '' or call('ZREM', Q, owner) == 0 then return 0 end
       call('HDEL', W, owner)
       if first then settle(K, T, Q, W, D, true) end
       return 2
@@ -253,8 +267,8 @@ local function set_up()
     return 1
   end
 
-  local function release(K, T, Q, W, D, X, op, owner)
-    local found = remove(K, T, Q, W, D, owner)
+  local function release(K, T, Q, W, D, X, op, owner, token)
+    local found = remove(K, T, Q, W, D, owner, token)
     if op == 'x' then
       -- At the end: a server without memory refuses it, but not after something was removed.
       local ms = math.floor(now / 1000)
@@ -265,8 +279,8 @@ local function set_up()
     return {4, found}
   end
 
-  local function renew(K, W, D, owner, ttl)
-    local over = together(call('GET', K)) and call('ZSCORE', D, owner)
+  local function renew(K, W, D, owner, token, ttl)
+    local over = together(call('GET', K)) and is_hold(W, owner, token) and call('ZSCORE', D, owner)
     if not over or tonumber(over) <= now then return {5, 0} end
     -- First, as above.
     call('PEXPIRE', K, ttl)
@@ -287,7 +301,7 @@ local function set_up()
       end
     elseif cur then
       local owner, session = match(call('GET', T) or '', '^%d+\n(%x*)\n(%x*)\n')
-      if owner == cur then send(session, 'l\n' .. owner) end
+      if owner and owner == owner_of(cur) then send(session, 'l\n' .. owner) end
       count = 1
     end
     call('DEL', K, D)
@@ -295,11 +309,12 @@ local function set_up()
     return {8, count}
   end
 
-  return function(K, T, Q, X, op, owner, ttl, note)
+  return function(K, T, Q, X, op, who, ttl, note)
     local W = string.gsub(Q, '^(fencelock:%d)q', '%1w')
     local D = string.gsub(Q, '^(fencelock:%d)q', '%1d')
-    if op == 'r' or op == 'x' then return release(K, T, Q, W, D, X, op, owner) end
-    if op == 'n' then return renew(K, W, D, owner, ttl) end
+    local owner, token = match(who, '^(%x+):?(%d*)$')
+    if op == 'r' or op == 'x' then return release(K, T, Q, W, D, X, op, owner, token) end
+    if op == 'n' then return renew(K, W, D, owner, token, ttl) end
     if op == 'v' then return evict(K, T, Q, W, D) end
     local what, mode, of, arrival = match(op, '^(%a)(%a):?(%d*):?(%d*)$')
     if of == '' then of, arrival = '0', '0' end
@@ -317,7 +332,7 @@ for index = 1, #KEYS, 4 do
   if op == 'ae' or op == 'te' then
     if call('EXISTS', K, Q, KEYS[index + 3]) == 0 then
       reply = mint(T, ARGV[at + 3], ttl)
-      call('SET', K, owner, 'PX', ttl)
+      call('SET', K, owner .. ':' .. reply, 'PX', ttl)
     end
   elseif op == 'r' then
     if call('GET', K) == owner and call('EXISTS', Q) == 0 then

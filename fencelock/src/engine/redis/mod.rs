@@ -163,6 +163,15 @@ impl RedisEngine {
         Op { code: code.into(), keys: self.keys(name), owner: owner.to_string(), ttl, note: String::new() }
     }
 
+    /// For this hold, and no other one of the same owner.
+    fn hold_op(&self, code: &'static str, hold: &Hold) -> Op {
+        let op = self.op(code, &hold.name, hold.owner, hold.ttl);
+        match hold.seat {
+            Some(seat) => Op { owner: format!("{}:{}", op.owner, seat >> 1), ..op },
+            None => op,
+        }
+    }
+
     fn claim_op(&self, claim: &Claim, wait: bool) -> Op {
         let op = self.op(claim_code(claim.mode, wait), &claim.name, claim.owner, claim.ttl);
         let note = format!("\n{}\n{}\n{}", op.owner, self.session, claim.label);
@@ -196,7 +205,7 @@ impl RedisEngine {
                         let from = self.link.local(at);
                         // Told late: only the server knows whether it still stands.
                         let late = Clock::Boot.now() >= from.after(lease / 2);
-                        let grant = Grant::new(Token::new(token), claim.mode, from, seat(repeated));
+                        let grant = Grant::new(Token::new(token), claim.mode, from, seat(Token::new(token), repeated));
                         return (!late).then(|| grant.provisional(lease));
                     }
                     Some(Push::First { left, .. }) => {
@@ -336,7 +345,7 @@ impl Engine for RedisEngine {
     }
 
     async fn renew(&self, holds: &[Hold]) -> Result<Vec<Renewal>> {
-        let ops: Vec<Op> = holds.iter().map(|hold| self.op("n", &hold.name, hold.owner, hold.ttl)).collect();
+        let ops: Vec<Op> = holds.iter().map(|hold| self.hold_op("n", hold)).collect();
         let mut outcomes = self.post.submit_all(&ops).await;
         if outcomes.iter().all(Result::is_err)
             && let Some(Err(error)) = outcomes.pop()
@@ -359,8 +368,9 @@ impl Engine for RedisEngine {
 
     async fn release(&self, hold: &Hold) -> Result<Release> {
         // A claim that was given up before its answer came, or was sent twice, may still be on its way.
-        let code = if hold.seat == Some(seat(false)) { "r" } else { "x" };
-        match self.post.submit(self.op(code, &hold.name, hold.owner, Duration::ZERO)).await? {
+        let once = hold.seat.is_some_and(|seat| seat & 1 == 0);
+        let code = if once { "r" } else { "x" };
+        match self.post.submit(self.hold_op(code, hold)).await? {
             Answer { reply: Reply::Released(1), .. } => Ok(Release::Freed),
             Answer { reply: Reply::Released(2), .. } => Ok(Release::Withdrawn),
             // An earlier attempt, whose answer was lost, has done it.
@@ -431,14 +441,17 @@ fn passing(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::Unavailable | ErrorKind::Ambiguous)
 }
 
-/// A grant's seat tells its release whether the claim was sent more than once: then one of its messages may come late.
-fn seat(repeated: bool) -> u64 {
-    u64::from(repeated)
+/// A grant's seat: its token, and in the lowest bit whether the claim was sent more than once; then one of its messages may come
+/// late. (Tokens are times in µs: there is room.)
+fn seat(token: Token, repeated: bool) -> u64 {
+    token.as_u64() << 1 | u64::from(repeated)
 }
 
 fn held(claim: &Claim, answer: &Answer, repeated: bool) -> Result<Grant> {
     match answer.reply {
-        Reply::Held { token } => Ok(Grant::new(Token::new(token), claim.mode, answer.sent, seat(repeated))),
+        Reply::Held { token } => {
+            Ok(Grant::new(Token::new(token), claim.mode, answer.sent, seat(Token::new(token), repeated)))
+        }
         Reply::OtherPermits(known) => {
             let of = if let Mode::Permit { of } = claim.mode { of } else { 0 };
             Err(crate::engine::line::other_permits(u32::try_from(known).unwrap_or(u32::MAX), of))

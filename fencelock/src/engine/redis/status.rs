@@ -28,7 +28,7 @@ impl Seen {
 
     pub(super) fn grant_of(&self, owner: Owner, now: Moment) -> Option<Grant> {
         let (_, holder) = self.holders.iter().find(|(known, _)| *known == Some(owner))?;
-        Some(Grant::new(holder.token, holder.mode, now, 0))
+        Some(Grant::new(holder.token, holder.mode, now, super::seat(holder.token, false)))
     }
 }
 
@@ -85,15 +85,16 @@ fn holder_together(owner: &str, end: f64, record: &str, now: u64) -> Option<(Opt
 
 /// The exclusive holder; a client of the common recipe has no record.
 fn holder_alone(current: &str, lease_left: Duration, token: &Value, now: u64) -> (Option<Owner>, Holder) {
-    let record = text(token).unwrap_or_default();
-    let mut parts = record.splitn(4, '\n');
-    let number = parts.next().and_then(|text| text.parse().ok()).unwrap_or(0);
-    let (holder, _session) = (parts.next(), parts.next());
-    let owner: Option<Owner> = current.parse().ok().filter(|_| holder == Some(current));
     let mode = Mode::Exclusive;
-    let known = match owner {
-        Some(owner) => {
-            let label = parts.next().unwrap_or_default().to_owned();
+    let read = |(owner, token): (&str, &str)| Some((owner.parse::<Owner>().ok()?, token.parse::<u64>().ok()?));
+    let held = current.split_once(':').and_then(read);
+    let known = match held {
+        Some((owner, number)) => {
+            // The note may have been evicted; then only its label is missing.
+            let note = text(token).unwrap_or_default();
+            let mut parts = note.splitn(4, '\n').skip(1);
+            let noted = parts.next() == Some(owner.to_string().as_str());
+            let label = parts.nth(1).filter(|_| noted).unwrap_or_default().to_owned();
             let held_for = micros(now.saturating_sub(number));
             Holder { mode, token: Token::new(number), owner: owner.short(), label, held_for, lease_left }
         }
@@ -106,7 +107,7 @@ fn holder_alone(current: &str, lease_left: Duration, token: &Value, now: u64) ->
             lease_left,
         },
     };
-    (owner, known)
+    (held.map(|(owner, _)| owner), known)
 }
 
 fn waiter(owner: &str, record: &str, now: u64) -> Option<Waiter> {

@@ -73,7 +73,10 @@ fn test<'a>(rest: &[&'a str]) -> Vec<Step<'a>> {
             vec!["check", "--quiet", "-p", "fencelock", "--no-default-features"],
         ),
         // Tests ask cargo for it; then it is there, whatever the machine has to do besides.
-        ("the process that tests kill", vec!["build", "--quiet", "-p", "fencelock-testkit", "--bin", "fencelock-probe"]),
+        (
+            "the process that tests kill",
+            vec!["build", "--quiet", "-p", "fencelock-testkit", "--bin", "fencelock-probe"],
+        ),
         ("all tests", all),
     ]
 }

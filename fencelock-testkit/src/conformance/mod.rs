@@ -1,4 +1,4 @@
-//! The suite that every engine must pass: plain functions over a [`Subject`](crate::Subject), one scenario each.
+//! The suite that every engine must pass: plain functions over a [`Subject`], one scenario each.
 //!
 //! [`conformance!`](crate::conformance!) turns all of them into tests. What holds for a mutex must hold for everything that
 //! can serve as one, so the checks of `exclusive` run for each [`Kind`](crate::Kind). No engine is treated specially: what
@@ -70,7 +70,7 @@ pub(crate) async fn keeper_has_run(client: &Client) {
     }
 }
 
-/// Instantiates every check as a test of its own. The expression makes a fresh [`Subject`](crate::Subject).
+/// Instantiates every check as a test of its own. The expression makes a fresh [`Subject`].
 ///
 /// ```no_run
 /// mod suite {

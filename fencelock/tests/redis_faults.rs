@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![cfg(feature = "redis")]
 
-use fencelock::{Client, ErrorKind, Guard, Loss, Mode, Owner, connect};
+use fencelock::{Client, ErrorKind, Guard, Loss, Mode, Owner, Token, connect};
 use fencelock_testkit::ask::{Ask, Patience};
 use fencelock_testkit::proxy::Proxy;
 use fencelock_testkit::redis::RedisServer;
@@ -196,7 +196,9 @@ impl Step {
 /// Who holds and waits after some steps, as it should be.
 #[derive(Debug, Default)]
 struct Expected {
-    claim_holds: bool,
+    /// The number of the claim's grant, while it holds.
+    grant: Option<u32>,
+    grants: u32,
     claim_waits: bool,
     given_up: bool,
     other_holds: bool,
@@ -205,68 +207,111 @@ struct Expected {
 impl Expected {
     fn after(&mut self, step: Step) {
         match step {
-            Step::Acquire if self.given_up || self.claim_holds => {}
+            Step::Acquire if self.given_up || self.grant.is_some() => {}
             Step::Acquire if self.other_holds => self.claim_waits = true,
-            Step::Acquire => self.claim_holds = true,
+            Step::Acquire => self.granted(),
             Step::Renew => {}
-            Step::Release | Step::GiveUp => {
-                (self.claim_holds, self.claim_waits) = (false, false);
-                self.given_up |= step == Step::GiveUp;
-            }
-            Step::OtherTries => self.other_holds |= !self.claim_holds,
+            // The client knows of its first grant, and speaks of no other one.
+            Step::Release => self.grant = self.grant.filter(|grant| *grant != 1),
+            Step::GiveUp => (self.grant, self.claim_waits, self.given_up) = (None, false, true),
+            Step::OtherTries => self.other_holds |= self.grant.is_none(),
             Step::OtherReleases => {
                 let hands_over = self.other_holds && self.claim_waits;
                 self.other_holds = false;
-                self.claim_holds |= hands_over;
-                self.claim_waits &= !hands_over;
+                if hands_over {
+                    self.claim_waits = false;
+                    self.granted();
+                }
             }
         }
+    }
+
+    fn granted(&mut self) {
+        self.grants += 1;
+        self.grant = Some(self.grants);
+    }
+}
+
+/// The messages of one claim, to be sent by somebody else, at any time, more than once.
+struct Messages {
+    owner: Owner,
+    /// Of the hold that they were overheard from.
+    token: Token,
+    acquire: Vec<u8>,
+    renew: Vec<u8>,
+    release: Vec<u8>,
+    give_up: Vec<u8>,
+}
+
+impl Messages {
+    async fn overhear(World { proxy, far, near, .. }: &World) -> Self {
+        proxy.listen();
+        let guard = hold(far, Mode::Exclusive).await;
+        let acquire = proxy.overheard();
+        let (owner, token) = (guard.owner(), guard.token());
+        proxy.listen();
+        drop(guard.reenter().await.unwrap());
+        let renew = proxy.overheard();
+        proxy.listen();
+        guard.release().await.unwrap();
+        let release = proxy.overheard();
+        let give_up = give_up(far, near, proxy, owner).await;
+        Self { owner, token, acquire, renew, release, give_up }
+    }
+
+    /// The same message about the hold with another token.
+    fn about(&self, message: &[u8], token: Token) -> Vec<u8> {
+        let (old, new) = (self.token.to_string(), token.to_string());
+        let at = message.windows(old.len()).position(|part| part == old.as_bytes()).expect("it names the hold");
+        [&message[..at], new.as_bytes(), &message[at + old.len()..]].concat()
     }
 }
 
 /// Every message of a claim, in every order and repeated, between the steps of somebody else.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn messages_in_every_order_and_repeated() {
-    let World { server, proxy, far, near } = &World::new().await;
-    proxy.listen();
-    let guard = hold(far, Mode::Exclusive).await;
-    let acquire = proxy.overheard();
-    let owner = guard.owner();
-    proxy.listen();
-    drop(guard.reenter().await.unwrap());
-    let renew = proxy.overheard();
-    proxy.listen();
-    guard.release().await.unwrap();
-    let release = proxy.overheard();
-    let give_up = give_up(far, near, proxy, owner).await;
+    let world = World::new().await;
+    let messages = Messages::overhear(&world).await;
     for number in 0..6_usize.pow(4) {
         let steps = [number % 6, number / 6 % 6, number / 36 % 6, number / 216].map(|step| Step::ALL[step]);
-        server.run(&["FLUSHALL"]);
-        let (mut expected, mut other) = (Expected::default(), None);
-        for step in steps {
-            match step {
-                Step::Acquire => server.send_raw(&acquire),
-                Step::Renew => server.send_raw(&renew),
-                Step::Release => server.send_raw(&release),
-                Step::GiveUp => server.send_raw(&give_up),
-                Step::OtherTries if other.is_none() => {
-                    other = near.mutex(NAME).ttl(LONG).try_acquire().await.unwrap();
-                }
-                Step::OtherTries => {}
-                Step::OtherReleases => {
-                    if let Some(other) = other.take() {
-                        Guard::release(other).await.unwrap_or_else(|error| panic!("{steps:?}: {error}"));
-                    }
+        world.server.run(&["FLUSHALL"]);
+        go(&world, &messages, steps).await;
+    }
+}
+
+async fn go(World { server, near, .. }: &World, messages: &Messages, steps: [Step; 4]) {
+    let mut expected = Expected::default();
+    let mut other: Option<Guard> = None;
+    let mut first: Option<Token> = None;
+    for step in steps {
+        match step {
+            Step::Acquire => server.send_raw(&messages.acquire),
+            Step::GiveUp => server.send_raw(&messages.give_up),
+            Step::Renew | Step::Release => {
+                let message = if step == Step::Renew { &messages.renew } else { &messages.release };
+                if let Some(token) = first {
+                    server.send_raw(&messages.about(message, token));
                 }
             }
-            expected.after(step);
-            let status = near.status(NAME).await.unwrap();
-            let holders: Vec<String> = status.holders.into_iter().map(|holder| holder.owner).collect();
-            let other = other.as_ref().map(|other| other.owner().short());
-            let claim = expected.claim_holds.then(|| owner.short());
-            assert_eq!(other.is_some(), expected.other_holds, "{steps:?} at {step:?}: {expected:?}");
-            assert_eq!(holders, other.or(claim).into_iter().collect::<Vec<_>>(), "{steps:?} at {step:?}: {expected:?}");
-            assert_eq!(status.waiters.len(), usize::from(expected.claim_waits), "{steps:?} at {step:?}: {expected:?}");
+            Step::OtherTries if other.is_none() => other = near.mutex(NAME).ttl(LONG).try_acquire().await.unwrap(),
+            Step::OtherTries => {}
+            Step::OtherReleases => {
+                if let Some(other) = other.take() {
+                    other.release().await.unwrap_or_else(|error| panic!("{steps:?}: {error}"));
+                }
+            }
+        }
+        expected.after(step);
+        let told = format!("{steps:?} at {step:?}: {expected:?}");
+        let status = near.status(NAME).await.unwrap();
+        let others = other.as_ref().map(|other| other.owner().short());
+        let claims = expected.grant.map(|_| messages.owner.short());
+        assert_eq!(others.is_some(), expected.other_holds, "{told}");
+        let holders: Vec<String> = status.holders.iter().map(|holder| holder.owner.clone()).collect();
+        assert_eq!(holders, others.or(claims).into_iter().collect::<Vec<_>>(), "{told}");
+        assert_eq!(status.waiters.len(), usize::from(expected.claim_waits), "{told}");
+        if expected.grant == Some(1) {
+            first = Some(status.holders[0].token);
         }
     }
 }
@@ -354,7 +399,7 @@ async fn waiters_keep_their_places_when_their_connection_is_cut() {
         world.proxy.cut();
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    assert_eq!(waiters(near).await, ["first", "second", "third"]);
+    eventually("they are all back", async || waiters(near).await == ["first", "second", "third"]).await;
     holder.release().await.unwrap();
     for waiter in [first, second, third] {
         at_once("its turn", waiter).await.unwrap().release().await.unwrap();
@@ -454,7 +499,7 @@ async fn killed_connections_come_back() {
         kill();
         drop(at_once("it holds", guard.reenter()).await.unwrap());
     }
-    assert_eq!(waiters(far).await, ["near"]);
+    eventually("it is back", async || waiters(far).await == ["near"]).await;
     kill();
     guard.release().await.unwrap();
     let next = at_once("its turn", waiter).await.unwrap();

@@ -8,6 +8,7 @@ use fencelock::{Client, Error, ErrorKind, Guard, Mode, Result, connect};
 use fencelock_testkit::ask::{Ask, Patience};
 use fencelock_testkit::redis::RedisServer;
 use fencelock_testkit::wait::{at_once, eventually, line, until_free, until_line};
+use futures_util::future::join_all;
 use std::time::Duration;
 
 const NAME: &str = "invoice:42";
@@ -150,13 +151,14 @@ async fn bad_urls_do_not_give_the_password_away() {
 }
 
 /// What a user must be allowed to do, and nothing else; docs/engines/redis.md has the same list.
-const RIGHTS: [&str; 23] = [
+const RIGHTS: [&str; 24] = [
     "~*",
     "&fencelock:inbox:*",
     "+eval",
     "+evalsha",
     "+subscribe",
     "+publish",
+    "+pubsub|numsub",
     "+scan",
     "+time",
     "+get",
@@ -266,6 +268,29 @@ async fn other_data_under_the_name_spoils_only_that_lock() {
         told(&outcome.unwrap_err(), ErrorKind::Invalid, NAME);
     }
     assert_eq!(server.ask::<Vec<String>>(&["LRANGE", NAME, "0", "-1"]), ["precious"]);
+}
+
+/// Releases that travelled with an operation that was refused are not told that they lost what they had.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_refused_operation_does_not_spoil_its_batch() {
+    let server = RedisServer::start();
+    let client = server.client().await;
+    server.run(&["RPUSH", NAME, "precious"]);
+    for _ in 0..10 {
+        let mut guards = Vec::new();
+        for number in 0..30 {
+            guards.push(client.mutex(format!("other:{number}")).acquire().await.unwrap());
+        }
+        let spoiler = client.mutex(NAME);
+        let spoilers = (0..10).map(|_| spoiler.try_acquire());
+        let releases = guards.into_iter().map(Guard::release);
+        let (refused, released) = tokio::join!(join_all(spoilers), join_all(releases));
+        assert!(refused.iter().all(Result::is_err));
+        for outcome in released {
+            outcome.unwrap();
+        }
+        client.settled().await;
+    }
 }
 
 /// A slow script of somebody else blocks the server for longer than anybody waits.

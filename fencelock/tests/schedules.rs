@@ -133,6 +133,12 @@ impl Claim {
     }
 }
 
+/// Drops the future of an acquire; a grant that had arrived goes away with it.
+fn give_up(claim: &Claim) {
+    claim.abort.abort();
+    drop(claim.answer.lock().unwrap().take());
+}
+
 /// One schedule.
 struct Play<'a> {
     stage: &'a Stage,
@@ -185,6 +191,7 @@ impl<'a> Play<'a> {
                 let span = self.dice.span(TTL * 3 / 2);
                 self.pass_time(span);
             }
+            97 if self.dice.chance(50) => self.crowd(),
             _ => self.re_enter(),
         }
         self.settle();
@@ -199,6 +206,12 @@ impl<'a> Play<'a> {
     fn ask(&mut self, patience: Patience) {
         let Some(client) = self.awake() else { return };
         let name = self.dice.index(NAMES.len());
+        self.join(client, name, patience);
+        // It joins now, before anything else happens: so the order of the list is the order of arrival.
+        self.stage.let_run(client);
+    }
+
+    fn join(&mut self, client: usize, name: usize, patience: Patience) {
         let mode = NAMES[name].1[self.dice.index(NAMES[name].1.len())];
         self.claims += 1;
         let label = format!("claim {}", self.claims);
@@ -212,13 +225,22 @@ impl<'a> Play<'a> {
                 *answer.lock().unwrap() = Some(outcome);
             })
         };
-        let abort = task.abort_handle();
-        let number = self.claims;
+        let (number, abort) = (self.claims, task.abort_handle());
         let claim =
             Claim { number, label, client, name, mode, answer, abort, guard: None, slept: false, evicted: false };
         self.waiting.push(claim);
-        // It joins now, before anything else happens: so the order of this list is the order of arrival.
-        self.stage.let_run(client);
+    }
+
+    /// Many come and all but the last one leave: a line with more gaps than claims.
+    fn crowd(&mut self) {
+        let Some(client) = self.awake() else { return };
+        let (name, before) = (self.dice.index(NAMES.len()), self.waiting.len());
+        (0..150).for_each(|_| self.join(client, name, Patience::Endless));
+        (0..10).for_each(|_| self.stage.let_run(client));
+        for claim in self.waiting.drain(before..before + 149) {
+            give_up(&claim);
+        }
+        (0..10).for_each(|_| self.stage.let_run(client));
     }
 
     fn cancel(&mut self) {
@@ -227,9 +249,7 @@ impl<'a> Play<'a> {
         }
         let claim = self.waiting.remove(self.dice.index(self.waiting.len()));
         self.say(|| format!("{} is cancelled", claim.label));
-        claim.abort.abort();
-        // A grant that had arrived goes away with it.
-        drop(claim.answer.lock().unwrap().take());
+        give_up(&claim);
     }
 
     fn end_a_hold(&mut self) {
@@ -416,10 +436,7 @@ impl<'a> Play<'a> {
         self.stopped = [false; CLIENTS];
         self.pass_time(TTL * 3 / 2);
         self.settle();
-        for claim in self.waiting.drain(..) {
-            claim.abort.abort();
-            drop(claim.answer.lock().unwrap().take());
-        }
+        self.waiting.drain(..).for_each(|claim| give_up(&claim));
         for mut claim in self.holding.drain(..) {
             let _inside = self.stage.runtimes[claim.client].enter();
             claim.guard.take();

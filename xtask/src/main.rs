@@ -1,16 +1,17 @@
 //! The project's chores: `cargo xtask test` and friends. Needs nothing but Rust's toolchain; the rest is installed.
 
+mod install;
+mod interop;
+
 use std::process::{Command, ExitCode};
 use std::time::Instant;
 
 const USAGE: &str = "usage: cargo xtask COMMAND
 
   test [ARGS…]   run every test of the workspace, after installing the servers they need; ARGS go to cargo test
+  interop        foreign Redis clients (Python, Node, Rust) and fencelock on the same key, after installing them
   lint           formatting, clippy and documentation, warnings are errors
   bench          compare the file engine with raw system calls, and print ratios";
-
-/// What the tests run beside Rust: the program, and the Debian package that brings it.
-const PROGRAMS: [(&str, &str); 1] = [("redis-server", "redis-server")];
 
 /// One step of a chore: what it is for, and the arguments of cargo.
 type Step<'a> = (&'a str, Vec<&'a str>);
@@ -20,6 +21,7 @@ fn main() -> ExitCode {
     let rest: Vec<&str> = args.iter().skip(1).map(String::as_str).collect();
     let steps: Vec<Step<'_>> = match args.first().map(String::as_str) {
         Some("test") => test(&rest),
+        Some("interop") if rest.is_empty() => return verdict(interop::interop()),
         Some("lint") if rest.is_empty() => lint(),
         Some("bench") if rest.is_empty() => vec![("benchmark", vec!["bench", "-p", "fencelock", "--bench", "file"])],
         _ => {
@@ -27,40 +29,12 @@ fn main() -> ExitCode {
             return ExitCode::from(64);
         }
     };
-    if args[0] == "test" && !install_what_is_missing() {
-        return ExitCode::FAILURE;
-    }
-    for (what, args) in steps {
-        if !cargo(what, &args) {
-            return ExitCode::FAILURE;
-        }
-    }
-    ExitCode::SUCCESS
+    let ready = args[0] != "test" || install::what_is_missing(install::SERVERS);
+    verdict(ready && steps.iter().all(|(what, args)| cargo(what, args)))
 }
 
-/// Installs the servers that the tests start, with the system's package manager.
-fn install_what_is_missing() -> bool {
-    let missing: Vec<&str> =
-        PROGRAMS.iter().filter(|(program, _)| !is_installed(program)).map(|(_, package)| *package).collect();
-    if missing.is_empty() {
-        return true;
-    }
-    eprintln!("xtask: installing {}", missing.join(" "));
-    let install = format!(
-        "set -e; as_root=; [ \"$(id -u)\" = 0 ] || as_root=sudo; export DEBIAN_FRONTEND=noninteractive; \
-         $as_root apt-get update -qq; $as_root apt-get install -y -qq --no-install-recommends {}",
-        missing.join(" ")
-    );
-    let done = Command::new("sh").args(["-c", &install]).status().is_ok_and(|status| status.success());
-    if !done {
-        eprintln!("xtask: cannot install {0}; install it by hand, then try again", missing.join(" "));
-    }
-    done
-}
-
-fn is_installed(program: &str) -> bool {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path).any(|dir| dir.join(program).is_file())
+fn verdict(done: bool) -> ExitCode {
+    if done { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 fn test<'a>(rest: &[&'a str]) -> Vec<Step<'a>> {
@@ -90,15 +64,28 @@ fn lint<'a>() -> Vec<Step<'a>> {
 }
 
 fn cargo(what: &str, args: &[&str]) -> bool {
-    eprintln!("xtask: {what}: cargo {}", args.join(" "));
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.args(args).env("RUSTDOCFLAGS", "-D warnings");
+    // What cargo tells this program about its own package would pass for news, and make dependencies build again.
+    for (name, _) in std::env::vars_os() {
+        if ["CARGO_PKG_", "CARGO_MANIFEST_"].iter().any(|start| name.to_string_lossy().starts_with(start)) {
+            command.env_remove(name);
+        }
+    }
+    run(what, &mut command)
+}
+
+/// Runs a program, and tells what it is for, how it ended and how long it took.
+fn run(what: &str, command: &mut Command) -> bool {
+    let words: Vec<_> = command.get_args().map(|word| word.to_string_lossy()).collect();
+    eprintln!("xtask: {what}: {} {}", command.get_program().to_string_lossy(), words.join(" "));
     let start = Instant::now();
-    let status = Command::new(cargo).args(args).env("RUSTDOCFLAGS", "-D warnings").status();
+    let status = command.status();
     let done = matches!(&status, Ok(status) if status.success());
     let verdict = match &status {
         Ok(_) if done => "ok".to_owned(),
         Ok(status) => format!("FAILED ({status})"),
-        Err(error) => format!("cannot run cargo: {error}"),
+        Err(error) => format!("cannot be run: {error}"),
     };
     eprintln!("xtask: {what}: {verdict} after {:.0?}", start.elapsed());
     done

@@ -20,8 +20,17 @@ if cur and (cur == 'fencelock:shared' or string.match(cur, '^fencelock:permit:')
   -- The leases of all of them are over; the next one to come will find out.
   if #ends == 0 and call('EXISTS', D) == 1 then cur = false end
 end
+-- A waiter whose client does not listen is dead, or on its way back to its place.
+local listens = {}
 for _, owner in ipairs(call('ZRANGE', Q, 0, tonumber(ARGV[1]) - 1)) do
-  waiters[#waiters + 1] = owner
-  waiters[#waiters + 1] = call('HGET', W, owner) or ''
+  local record = call('HGET', W, owner) or ''
+  local session = string.match(record, '^w\n%a\n%d+\n%d+\n%d+\n%x+\n(%x+)\n')
+  if session then
+    if not listens[session] then listens[session] = call('PUBSUB', 'NUMSUB', 'fencelock:inbox:' .. session)[2] end
+    if listens[session] > 0 then
+      waiters[#waiters + 1] = owner
+      waiters[#waiters + 1] = record
+    end
+  end
 end
 return {now, cur, call('PTTL', K), call('GET', T), holders, waiters}

@@ -73,6 +73,11 @@ impl Link {
         }
     }
 
+    /// Gives up the connection, whichever it is: the runtime that drives it is going away.
+    pub(super) fn orphan(&self) {
+        *self.open.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
     /// The connection; makes one if there is none.
     pub(super) async fn connection(&self) -> Result<(MultiplexedConnection, u64), Fault> {
         if let Some(open) = self.current() {

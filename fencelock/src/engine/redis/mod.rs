@@ -245,6 +245,17 @@ impl RedisEngine {
     }
 }
 
+/// The keeper's task, and the runtime that drives the connection as well. When it ends, nothing that depends on that runtime may
+/// hold up the last releases, which another one carries.
+struct Home<'a>(&'a RedisEngine);
+
+impl Drop for Home<'_> {
+    fn drop(&mut self) {
+        self.0.link.orphan();
+        self.0.post.orphan();
+    }
+}
+
 /// A waiter's place; goes away with the waiter.
 struct Expected<'a> {
     engine: &'a RedisEngine,
@@ -380,18 +391,18 @@ impl Engine for RedisEngine {
     }
 
     async fn standing(&self, name: &Name, owner: Owner) -> Result<Option<Grant>> {
-        let line = status::inspect(&self.link, &self.keys(name), 0).await?;
+        let line = status::inspect(&self.post, &self.keys(name), 0).await?;
         Ok(line.grant_of(owner, Clock::Boot.now()))
     }
 
     async fn inspect(&self, name: &Name) -> Result<Status> {
-        Ok(status::inspect(&self.link, &self.keys(name), 10_000).await?.status(name.as_str()))
+        Ok(status::inspect(&self.post, &self.keys(name), 10_000).await?.status(name.as_str()))
     }
 
     async fn list(&self, prefix: &str) -> Result<Vec<Status>> {
         let mut found = Vec::new();
-        for name in status::names(&self.link, prefix).await? {
-            let status = status::inspect(&self.link, &Keys::of(&name), 1_000).await?.status(&name);
+        for name in status::names(&self.post, prefix).await? {
+            let status = status::inspect(&self.post, &Keys::of(&name), 1_000).await?.status(&name);
             if status.is_held() || !status.waiters.is_empty() {
                 found.push(status);
             }
@@ -407,6 +418,7 @@ impl Engine for RedisEngine {
     }
 
     async fn drive(&self, lost: mpsc::UnboundedSender<Owner>) {
+        let _home = Home(self);
         let mut arrived = self.arrived.lock().await;
         while let Some((generation, push)) = arrived.recv().await {
             if push == Push::Broken {

@@ -67,6 +67,8 @@ type Outcome = Result<Answer>;
 struct Desk {
     queue: VecDeque<(Op, oneshot::Sender<Outcome>)>,
     calls: usize,
+    /// Calls of an earlier era do not count any more.
+    era: u64,
 }
 
 pub(super) struct Post {
@@ -86,27 +88,39 @@ impl Post {
 
     /// Carries out one operation.
     pub(super) async fn submit(self: &Arc<Self>, op: Op) -> Outcome {
-        let told = {
-            let mut desk = self.desk();
-            if desk.calls < CALLS && desk.queue.is_empty() {
-                desk.calls += 1;
-                None
-            } else {
-                let (tell, told) = oneshot::channel();
-                desk.queue.push_back((op.clone(), tell));
-                Some(told)
-            }
-        };
-        match told {
-            None => {
-                let _call = Call(self);
-                let mut outcomes = self.deliver(std::slice::from_ref(&op)).await;
-                outcomes.pop().unwrap_or_else(|| Err(unreadable()))
-            }
-            Some(told) => told.await.unwrap_or_else(|_| {
-                Err(Error::new(ErrorKind::Ambiguous, "the runtime that carried the request was shut down"))
-            }),
+        let mut orphaned = false;
+        loop {
+            let outcome = match self.stand_at_desk(&op) {
+                Ok(_call) => self.deliver(std::slice::from_ref(&op)).await.pop().unwrap_or_else(|| Err(unreadable())),
+                Err(told) => match told.await {
+                    Ok(outcome) => outcome,
+                    // The runtime of whoever carried it is gone. It may have been sent.
+                    Err(_) => {
+                        orphaned = true;
+                        continue;
+                    }
+                },
+            };
+            return outcome.map(|answer| Answer { repeated: answer.repeated | orphaned, ..answer });
         }
+    }
+
+    /// Begins a call, or queues up for the next one.
+    fn stand_at_desk(self: &Arc<Self>, op: &Op) -> Result<Call, oneshot::Receiver<Outcome>> {
+        let mut desk = self.desk();
+        if desk.calls < CALLS && desk.queue.is_empty() {
+            desk.calls += 1;
+            return Ok(Call { post: Arc::clone(self), era: desk.era, begun: true });
+        }
+        let (tell, told) = oneshot::channel();
+        desk.queue.push_back((op.clone(), tell));
+        Err(told)
+    }
+
+    /// The runtime that carried calls is going away, and they may never come to an end: whoever waits for them sends for itself.
+    pub(super) fn orphan(&self) {
+        let mut desk = self.desk();
+        *desk = Desk { era: desk.era + 1, ..Desk::default() };
     }
 
     /// Carries out many operations, in as many calls as it takes, one after the other.
@@ -116,45 +130,6 @@ impl Post {
             outcomes.extend(self.deliver(chunk).await);
         }
         outcomes
-    }
-
-    /// A call is over: whoever queued up meanwhile travels now.
-    fn next_call(self: &Arc<Self>) {
-        let mut desk = self.desk();
-        desk.calls -= 1;
-        if desk.queue.is_empty() || desk.calls >= CALLS {
-            return;
-        }
-        desk.calls += 1;
-        drop(desk);
-        let post = Arc::clone(self);
-        match tokio::runtime::Handle::try_current() {
-            Ok(runtime) => drop(runtime.spawn(async move { post.run_calls().await })),
-            // Outside of a runtime: nobody is left who could travel; those who wait learn of it.
-            Err(_) => {
-                let mut desk = self.desk();
-                desk.calls -= 1;
-                desk.queue.clear();
-            }
-        }
-    }
-
-    async fn run_calls(self: Arc<Self>) {
-        let _call = Call(&self);
-        loop {
-            let batch: Vec<_> = {
-                let mut desk = self.desk();
-                let count = desk.queue.len().min(BATCH);
-                desk.queue.drain(..count).collect()
-            };
-            if batch.is_empty() {
-                return;
-            }
-            let (ops, tells): (Vec<Op>, Vec<_>) = batch.into_iter().unzip();
-            for (tell, outcome) in tells.into_iter().zip(self.deliver(&ops).await) {
-                let _ = tell.send(outcome);
-            }
-        }
     }
 
     /// One call, with repetitions: every operation is idempotent by its owner. An operation that the server refuses spoils its
@@ -168,7 +143,9 @@ impl Post {
                 for op in ops {
                     let alone = self.call(std::slice::from_ref(op)).await;
                     let alone = alone.map_err(|fault| fault.error);
-                    outcomes.push(alone.and_then(|mut answers| answers.pop().ok_or_else(unreadable)));
+                    let answer = alone.and_then(|mut answers| answers.pop().ok_or_else(unreadable));
+                    // The batch may have got as far as this one before it was refused.
+                    outcomes.push(answer.map(|answer| Answer { repeated: true, ..answer }));
                 }
                 outcomes
             }
@@ -210,22 +187,83 @@ impl Post {
                 continue;
             }
             repeated |= fault.error.kind() == ErrorKind::Ambiguous;
-            if !fault.passing || Clock::Boot.now().after(pause) >= give_up {
-                return Err(fault);
+            wait_it_out(fault, give_up, &mut pause).await?;
+        }
+    }
+
+    /// Asks something that changes nothing, with repetitions.
+    pub(super) async fn ask(&self, command: &Cmd) -> Result<Value, Fault> {
+        let give_up = Clock::Boot.now().after(self.patience);
+        let mut pause = Duration::from_millis(10);
+        loop {
+            match self.link.send(command).await {
+                Err(fault) if !fault.no_script => wait_it_out(fault, give_up, &mut pause).await?,
+                answer => return answer,
             }
-            tracing::debug!("trying again: {}", fault.error);
-            tokio::time::sleep(pause).await;
-            pause = (pause * 2).min(Duration::from_millis(500));
         }
     }
 }
 
-/// One of the calls under way; gives its place up when it is done or dropped.
-struct Call<'a>(&'a Arc<Post>);
+/// Returns when the next attempt is due; the fault itself when there is none.
+async fn wait_it_out(fault: Fault, give_up: Moment, pause: &mut Duration) -> Result<(), Fault> {
+    if !fault.passing || Clock::Boot.now().after(*pause) >= give_up {
+        return Err(fault);
+    }
+    tracing::debug!("trying again: {}", fault.error);
+    tokio::time::sleep(*pause).await;
+    *pause = (*pause * 2).min(Duration::from_millis(500));
+    Ok(())
+}
 
-impl Drop for Call<'_> {
+/// One of the calls under way; gives its place up when it is done or dropped.
+struct Call {
+    post: Arc<Post>,
+    era: u64,
+    /// A call that a runtime drops before it has begun was not wanted there: that runtime is going away.
+    begun: bool,
+}
+
+impl Call {
+    /// Takes along whoever has queued up, until nobody is left.
+    async fn carry(mut self) {
+        self.begun = true;
+        loop {
+            let batch: Vec<_> = {
+                let mut desk = self.post.desk();
+                let count = if desk.era == self.era { desk.queue.len().min(BATCH) } else { 0 };
+                desk.queue.drain(..count).collect()
+            };
+            if batch.is_empty() {
+                return;
+            }
+            let (ops, tells): (Vec<Op>, Vec<_>) = batch.into_iter().unzip();
+            for (tell, outcome) in tells.into_iter().zip(self.post.deliver(&ops).await) {
+                let _ = tell.send(outcome);
+            }
+        }
+    }
+}
+
+impl Drop for Call {
     fn drop(&mut self) {
-        self.0.next_call();
+        let mut desk = self.post.desk();
+        if desk.era != self.era {
+            return;
+        }
+        desk.calls -= 1;
+        if desk.queue.is_empty() {
+            return;
+        }
+        match tokio::runtime::Handle::try_current() {
+            Ok(runtime) if self.begun => {
+                desk.calls += 1;
+                let next = Call { post: Arc::clone(&self.post), era: self.era, begun: false };
+                drop(desk);
+                runtime.spawn(next.carry());
+            }
+            // Nobody is left here who could travel: whoever waits sends for itself.
+            _ => desk.queue.clear(),
+        }
     }
 }
 

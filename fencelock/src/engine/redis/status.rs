@@ -1,8 +1,7 @@
 //! What `status` and `list` see in Redis.
 
 use super::key::{Keys, TOKEN_PATTERN, name_of};
-use super::link::Link;
-use super::post::number;
+use super::post::{Post, number};
 use crate::{Error, ErrorKind, Grant, Holder, Mode, Moment, Owner, Result, Status, Token, Waiter};
 use redis::{Script, Value};
 use std::collections::BTreeSet;
@@ -32,15 +31,15 @@ impl Seen {
     }
 }
 
-pub(super) async fn inspect(link: &Link, keys: &Keys, waiters: usize) -> Result<Seen> {
+pub(super) async fn inspect(post: &Post, keys: &Keys, waiters: usize) -> Result<Seen> {
     let ask = |source: bool| {
         let mut command = redis::cmd(if source { "EVAL" } else { "EVALSHA" });
         command.arg(if source { include_str!("inspect.lua") } else { INSPECT.get_hash() }).arg(5);
         command.arg(&keys.main).arg(&keys.token).arg(&keys.queue).arg(&keys.records).arg(&keys.deadlines);
         command.arg(waiters).to_owned()
     };
-    let answer = match link.send(&ask(false)).await {
-        Err(fault) if fault.no_script || fault.passing => link.send(&ask(true)).await,
+    let answer = match post.ask(&ask(false)).await {
+        Err(fault) if fault.no_script => post.ask(&ask(true)).await,
         answer => answer,
     };
     let value = answer.map_err(|fault| fault.error)?;
@@ -144,13 +143,13 @@ fn text(value: &Value) -> Option<String> {
 }
 
 /// The names of locks that were used lately, by their token keys: a scan in small steps.
-pub(super) async fn names(link: &Link, prefix: &str) -> Result<BTreeSet<String>> {
+pub(super) async fn names(post: &Post, prefix: &str) -> Result<BTreeSet<String>> {
     let mut names = BTreeSet::new();
     let mut cursor = "0".to_owned();
     loop {
         let mut scan = redis::cmd("SCAN");
         scan.arg(&cursor).arg("MATCH").arg(TOKEN_PATTERN).arg("COUNT").arg(1_000);
-        let value = link.send(&scan).await.map_err(|fault| fault.error)?;
+        let value = post.ask(&scan).await.map_err(|fault| fault.error)?;
         let Value::Array(parts) = value else { break };
         let [next, Value::Array(keys)] = parts.as_slice() else { break };
         for key in keys.iter().filter_map(text) {

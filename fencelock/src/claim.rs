@@ -60,6 +60,17 @@ impl Owner {
         format!("{:08x}", self.0 >> 96)
     }
 
+    /// All of it, as [`Display`](fmt::Display) prints it; for those who do it often.
+    pub(crate) fn to_hex(self) -> [u8; 32] {
+        const DIGITS: &[u8; 16] = b"0123456789abcdef";
+        let mut hex = [0; 32];
+        for (pair, byte) in hex.chunks_exact_mut(2).zip(self.0.to_be_bytes()) {
+            pair[0] = DIGITS[usize::from(byte >> 4)];
+            pair[1] = DIGITS[usize::from(byte & 15)];
+        }
+        hex
+    }
+
     pub(crate) const fn to_bytes(self) -> [u8; 16] {
         self.0.to_le_bytes()
     }
@@ -71,7 +82,7 @@ impl Owner {
 
 impl fmt::Display for Owner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:032x}", self.0)
+        f.write_str(std::str::from_utf8(&self.to_hex()).unwrap_or_default())
     }
 }
 

@@ -151,7 +151,7 @@ async fn bad_urls_do_not_give_the_password_away() {
 }
 
 /// What a user must be allowed to do, and nothing else; docs/engines/redis.md has the same list.
-const RIGHTS: [&str; 24] = [
+const RIGHTS: [&str; 27] = [
     "~*",
     "&fencelock:inbox:*",
     "+eval",
@@ -162,6 +162,9 @@ const RIGHTS: [&str; 24] = [
     "+scan",
     "+time",
     "+get",
+    "+mget",
+    "+getrange",
+    "+append",
     "+set",
     "+del",
     "+exists",

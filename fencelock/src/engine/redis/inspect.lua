@@ -1,13 +1,13 @@
 -- Shows one line as it stands; changes nothing.
 --
--- KEYS: K T Q W D, as in line.lua.
+-- KEYS: K Q W D, as in line.lua.
 -- ARGV: how many waiters to show at most.
--- Reply: server time in µs, value of K or false, its time to live in ms, value of T or false,
+-- Reply: server time in µs, value of K or false, its time to live in ms,
 --        holders together {owner, end of lease µs, record, …}, waiters {owner, record, …}.
 local call = redis.call
 local time = call('TIME')
 local now = string.format('%.0f', time[1] * 1000000 + time[2])
-local K, T, Q, W, D = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local K, Q, W, D = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local cur = call('GET', K)
 local holders, waiters = {}, {}
 if cur and (cur == 'fencelock:shared' or string.match(cur, '^fencelock:permit:')) then
@@ -24,7 +24,7 @@ end
 local listens = {}
 for _, owner in ipairs(call('ZRANGE', Q, 0, tonumber(ARGV[1]) - 1)) do
   local record = call('HGET', W, owner) or ''
-  local session = string.match(record, '^w\n%a\n%d+\n%d+\n%d+\n%x+\n(%x+)\n')
+  local session = string.match(record, '^w\n%a\n%d+\n%d+\n%d+\n(%x+)\n')
   if session then
     if not listens[session] then listens[session] = call('PUBSUB', 'NUMSUB', 'fencelock:inbox:' .. session)[2] end
     if listens[session] > 0 then
@@ -33,4 +33,4 @@ for _, owner in ipairs(call('ZRANGE', Q, 0, tonumber(ARGV[1]) - 1)) do
     end
   end
 end
-return {now, cur, call('PTTL', K), call('GET', T), holders, waiters}
+return {now, cur, call('PTTL', K), holders, waiters}

@@ -8,7 +8,6 @@ const SLOTS: u16 = 16_384;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Keys {
     pub(super) main: String,
-    pub(super) token: String,
     pub(super) queue: String,
     pub(super) records: String,
     pub(super) deadlines: String,
@@ -20,7 +19,6 @@ impl Keys {
         let companion = |part: char| companion(name, part);
         Self {
             main: name.to_owned(),
-            token: companion('t'),
             queue: companion('q'),
             records: companion('w'),
             deadlines: companion('d'),
@@ -29,8 +27,24 @@ impl Keys {
     }
 }
 
-/// Matches the token keys of all locks; see [`name_of`].
-pub(super) const TOKEN_PATTERN: &str = "fencelock:[0-2]t:*";
+/// The newest token of a server.
+pub(super) const NEWEST: &str = "fencelock:t";
+
+/// Matches the keys of all lines in which somebody waits; see [`name_of`].
+pub(super) const QUEUE_PATTERN: &str = "fencelock:[0-2]q:*";
+
+/// Matches the keys that start with `prefix`.
+pub(super) fn pattern_of(prefix: &str) -> String {
+    let mut pattern = String::with_capacity(prefix.len() + 1);
+    for character in prefix.chars() {
+        if "*?[]^\\".contains(character) {
+            pattern.push('\\');
+        }
+        pattern.push(character);
+    }
+    pattern.push('*');
+    pattern
+}
 
 /// `fencelock:` + how the slot is kept + part + `:` + the name, so that the slot is that of the name.
 fn companion(name: &str, part: char) -> String {
@@ -45,13 +59,13 @@ fn companion(name: &str, part: char) -> String {
     }
 }
 
-/// The name that a token key belongs to.
+/// The name that the key of a line belongs to.
 pub(super) fn name_of(key: &str) -> Option<&str> {
     let rest = key.strip_prefix("fencelock:")?;
     match (rest.get(..3)?, rest.get(3..)?) {
-        ("0t:", name) => Some(name),
-        ("1t:", name) => name.strip_prefix('{')?.strip_suffix('}'),
-        ("2t:", name) => name.split_once('}').map(|(_, name)| name),
+        ("0q:", name) => Some(name),
+        ("1q:", name) => name.strip_prefix('{')?.strip_suffix('}'),
+        ("2q:", name) => name.split_once('}').map(|(_, name)| name),
         _ => None,
     }
 }
@@ -113,10 +127,10 @@ mod tests {
         #[test]
         fn all_keys_of_a_lock_share_its_slot_and_tell_its_name(name in "[a-c{}:]{1,12}") {
             let keys = Keys::of(&name);
-            for key in [&keys.token, &keys.queue, &keys.records, &keys.deadlines, &keys.tombstones] {
+            for key in [&keys.queue, &keys.records, &keys.deadlines, &keys.tombstones] {
                 prop_assert_eq!(slot_of(key), slot_of(&name), "{} of {}", key, name);
             }
-            prop_assert_eq!(name_of(&keys.token), Some(name.as_str()));
+            prop_assert_eq!(name_of(&keys.queue), Some(name.as_str()));
             // The script derives these two from the queue's.
             prop_assert_eq!(keys.queue.replacen('q', "w", 1), keys.records);
             prop_assert_eq!(keys.queue.replacen('q', "d", 1), keys.deadlines);
@@ -126,7 +140,7 @@ mod tests {
         fn different_names_have_different_keys(one in "[a{}]{1,6}", two in "[a{}]{1,6}") {
             prop_assume!(one != two);
             let (one, two) = (Keys::of(&one), Keys::of(&two));
-            prop_assert_ne!(one.token, two.token);
+            prop_assert_ne!(one.queue, two.queue);
         }
     }
 }

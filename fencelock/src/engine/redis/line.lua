@@ -1,60 +1,71 @@
 -- Carries out a batch of operations on lines. All that changes a lock happens in here, atomically.
 --
--- KEYS, four per operation, all of one slot:
---   K  the lock's name itself: who holds. While it is held exclusively, owner ':' token (a value that nobody else has, as in the
---      common recipe, so that its clients and fencelock exclude each other); 'fencelock:shared' or 'fencelock:permit:N' otherwise
---   T  the newest token, and who got it: token \n owner \n session \n label. A token is a time in µs, that of the grant
+-- Operations of the same kind, lifetime and note travel as a group.
+-- KEYS, per group all K, then all Q, then (not for r and n) all X of its operations, all of one slot:
+--   K  the lock's name itself: who holds. While it is held exclusively, owner ':' token \n session \n label (a value that nobody
+--      else has, as in the common recipe, so that its clients and fencelock exclude each other), and at the end the byte 1 if
+--      somebody may wait for it; 'fencelock:shared' or 'fencelock:permit:N' otherwise
 --   Q  waiters, a sorted set by time of arrival in µs
 --   X  tombstones: owners whose claims were given up and must not come to life by a late message; a sorted set by time in ms
 --   and beside Q, under names that differ from its name in one letter:
 --   W  records of waiters, and of those who hold together: a hash by owner
 --   D  ends of the leases of those who hold together, in µs: a sorted set by owner
--- ARGV: claim window ms, life of T ms, life of Q, W and X ms; then four per operation:
---   operation, owner, ttl ms, and what is noted of its owner: \n owner \n session \n label
---   (for n, r and x the owner is followed by ':' token if that is known: then only this hold is meant, and no other one of the
---   same owner)
+-- and at the end T, the newest token of all locks that share it. A token is a time in µs, that of the grant, or later.
+-- ARGV: claim window ms, life of T ms, life of Q, W and X ms; then per group:
+--   operation, count, ttl ms, what is noted of the owners (\n session \n label), then each owner
+--   (for n, r and x the owner is followed by ':' token \n if that is known: then only this hold is meant, and no other one of
+--   the same owner)
 -- Operations; a and t are followed by the mode (e, s, p) and, unless both are 0, ':' permits ':' time of arrival:
 --   a acquire or wait; also a waiter's look at its place (idempotent)   t acquire or leave it
 --   r release   x release for good: leaves a tombstone   n renew   v evict all holders
--- Reply: server time in µs, then per operation one of
---   'token' held for the ttl        {2, arrival, look again in ms, 1 if a foreigner holds and this is the first} waiting
+-- Reply: server time in µs if that mattered, 0 otherwise; then per operation one of
+--   token held for the ttl          {2, arrival, look again in ms, 1 if a foreigner holds and this is the first} waiting
 --   {3} busy                        {4, 1 freed | 2 withdrawn | 0 nothing}     {5, 1 | 0} renewed or gone
 --   {6, n} in use with n permits    {7} its owner has given it up              {8, count} evicted
 --   and, short for the common cases, 4 for {4, 1} and 5 for {5, 1}
 -- Invariants: K decides who holds; D and the holders in W mean nothing without it. Nobody is granted a lock past a living
 -- waiter. A granted waiter holds for the claim window, until it looks or renews.
 --
--- The common case, a lock that nobody else is at, is handled in the loop at the end; the rest is set up when it is needed.
+-- The common case, locks that nobody else is at, is handled a group at a time in the loop at the end; the rest, one by one, by
+-- what set_up makes when it is needed.
 
-local call = redis.call
-local time = call('TIME')
-local now = time[1] * 1000000 + time[2]
-local now_text = string.format('%.0f', now)
-local keep = ARGV[2]
+local call, format, find, byte = redis.call, string.format, string.find, string.byte
+local T = KEYS[#KEYS]
 
--- Takes a new token for a grant and notes to whom it went. The note outlives the lease.
-local function mint(T, note, ttl)
-  local life = keep + ttl
-  local old = call('SET', T, now_text .. note, 'PX', life, 'GET')
-  -- Both start with 16 digits: as texts they compare like the numbers.
-  if old and not (old < now_text) then
-    local last = tonumber(string.match(old, '^%d+'))
-    if last and last >= now then
-      local token = string.format('%.0f', last + 1)
-      call('SET', T, token .. note, 'PX', life)
-      return token
-    end
+local now, now_text
+local function tell_time()
+  local time = call('TIME')
+  now = time[1] * 1000000 + time[2]
+  now_text = format('%.0f', now)
+end
+
+-- Takes a new token, also as text: for one lock, or for locks that differ. An error later in the batch must not make it come
+-- twice, so it is noted before it is used.
+local newest
+local function mint()
+  local text
+  if newest then
+    newest = newest + 1
+  else
+    if not now then tell_time() end
+    newest, text = now, now_text
+    local old = tonumber(call('SET', T, now_text, 'PX', ARGV[2], 'GET') or 0) or 0
+    if old < now then return newest, text end
+    newest = old + 1
   end
-  return now_text
+  text = format('%.0f', newest)
+  call('SET', T, text, 'PX', ARGV[2])
+  return newest, text
 end
 
 local function set_up()
+  if not now then tell_time() end
   local match = string.match
-  local window, linger, kept = tonumber(ARGV[1]), ARGV[3], tonumber(keep)
+  local window, linger, kept = tonumber(ARGV[1]), ARGV[3], tonumber(ARGV[2])
   local SHARED, PERMIT = 'fencelock:shared', 'fencelock:permit:'
   local recheck = 5000
 
-  local function str(number) return string.format('%.0f', number) end
+  local function str(number) return format('%.0f', number) end
 
   -- Whether K says that several hold together; only then does D mean anything.
   local function together(cur)
@@ -97,14 +108,15 @@ local function set_up()
 
   -- The owner that holds alone, unless it is a client of the common recipe.
   local function owner_of(cur)
-    local owner = cur and match(cur, '^(%x+):%d+$')
-    return owner and #owner == 32 and owner
+    local owner, token, session = match(cur or '', '^(%x+):(%d+)\n(%x+)\n')
+    if owner and #owner == 32 then return owner, token, session end
   end
 
   -- Writes down that an owner holds, for `lease` ms.
-  local function hold(cur, K, W, D, owner, mode, of, lease, token, note)
+  local function hold(cur, K, Q, W, D, owner, mode, of, lease, token, note)
     if mode == 'e' then
-      call('SET', K, owner .. ':' .. token, 'PX', lease)
+      local waited_for = call('EXISTS', Q) == 1 and '\1' or ''
+      call('SET', K, owner .. ':' .. token .. note .. waited_for, 'PX', lease)
       return
     end
     if not cur then call('DEL', D) end
@@ -133,12 +145,12 @@ local function set_up()
 
   -- Hands over to the waiters that the rule lets hold, skipping those whose client is not there; then, if the line has
   -- moved, tells the one that is first now when to look.
-  local function settle(K, T, Q, W, D, moved)
+  local function settle(K, Q, W, D, moved)
     while true do
       local owner = call('ZRANGE', Q, 0, 0)[1]
       if not owner then return end
       local mode, of, ttl, note, session =
-        match(call('HGET', W, owner) or '', '^w\n(%a)\n(%d+)\n(%d+)\n%d+(\n%x+\n(%x+)\n.*)$')
+        match(call('HGET', W, owner) or '', '^w\n(%a)\n(%d+)\n(%d+)\n%d+(\n(%x+)\n.*)$')
       -- Without a record it was forgotten; without a listener its process is gone, or about to reconnect, and then it takes
       -- its place by its time of arrival.
       local here = 0
@@ -146,12 +158,12 @@ local function set_up()
         local cur = current(K, W, D)
         if admits(cur, D, mode, of) then
           local lease = math.min(window, tonumber(ttl))
-          local token = mint(T, note, ttl)
+          local _, token = mint()
           here = send(session, 'g\n' .. owner .. '\n' .. token .. '\n' .. now_text .. '\n' .. lease .. '\n' .. K)
           if here > 0 then
             call('ZREM', Q, owner)
             call('HDEL', W, owner)
-            hold(cur, K, W, D, owner, mode, of, lease, token, note)
+            hold(cur, K, Q, W, D, owner, mode, of, lease, token, note)
           end
         else
           if not moved then return end
@@ -189,17 +201,18 @@ local function set_up()
 
   -- The token of an owner that holds already; a new one if its record was evicted. Begins with what a server without memory does not
   -- refuse; after that it refuses nothing.
-  local function held(cur, K, T, W, D, owner, mode, of, ttl, note)
-    if owner_of(cur) == owner then
+  local function held(cur, K, W, D, owner, mode, of, ttl, note)
+    local alone, token = owner_of(cur)
+    if alone == owner then
       call('PEXPIRE', K, ttl)
-      return match(cur, '%d+$')
+      return tonumber(token)
     end
     if together(cur) and call('ZSCORE', D, owner) then
       call('PEXPIRE', K, ttl)
-      local token = match(call('HGET', W, owner) or '', '^h\n(%d+)')
+      token = tonumber(match(call('HGET', W, owner) or '', '^h\n(%d+)'))
       if not token then
-        token = mint(T, note, ttl)
-        call('HSET', W, owner, 'h\n' .. token .. '\n' .. mode .. '\n' .. of .. note)
+        token = mint()
+        call('HSET', W, owner, 'h\n' .. str(token) .. '\n' .. mode .. '\n' .. of .. note)
       end
       call('ZADD', D, str(now + ttl * 1000), owner)
       prolong(K, W, D)
@@ -207,26 +220,27 @@ local function set_up()
     end
   end
 
-  local function acquire(K, T, Q, W, D, X, op, mode, of, arrival, owner, ttl, note)
+  local function acquire(K, Q, W, D, X, op, mode, of, arrival, owner, ttl, note)
     if call('ZSCORE', X, owner) then return {7} end
-    local token = held(current(K, W, D), K, T, W, D, owner, mode, of, ttl, note)
+    local token = held(current(K, W, D), K, W, D, owner, mode, of, ttl, note)
     if token then return token end
     if mode == 'p' then
       local known = other_permits(call('GET', K), Q, W, of)
       if known then return {6, known} end
     end
     local place = call('ZSCORE', Q, owner)
-    settle(K, T, Q, W, D, false)
+    settle(K, Q, W, D, false)
     local cur = call('GET', K)
     if place then
       -- It may have been this one's turn; or its record was evicted, and it takes its place anew.
-      token = held(cur, K, T, W, D, owner, mode, of, ttl, note)
+      token = held(cur, K, W, D, owner, mode, of, ttl, note)
       if token then return token end
       place = call('ZSCORE', Q, owner)
     end
     if call('EXISTS', Q) == 0 and admits(cur, D, mode, of) then
-      token = mint(T, note, ttl)
-      hold(cur, K, W, D, owner, mode, of, tonumber(ttl), token, note)
+      local text
+      token, text = mint()
+      hold(cur, K, Q, W, D, owner, mode, of, tonumber(ttl), text, note)
       return token
     end
     if op == 't' then return {3} end
@@ -235,6 +249,7 @@ local function set_up()
       place = arrival ~= '0' and arrival or str(math.max(now, last and tonumber(last) + 1 or 0))
       call('ZADD', Q, place, owner)
       call('HSET', W, owner, 'w\n' .. mode .. '\n' .. of .. '\n' .. ttl .. '\n' .. now_text .. note)
+      if owner_of(cur) and byte(cur, -1) ~= 1 then call('APPEND', K, '\1') end
     end
     call('PEXPIRE', Q, linger)
     if call('PTTL', W) < tonumber(linger) then call('PEXPIRE', W, linger) end
@@ -249,9 +264,10 @@ local function set_up()
   end
 
   -- Takes an owner out, wherever it stands: 1 held, 2 waited, 0 neither. With a token, only the hold that has it.
-  local function remove(K, T, Q, W, D, owner, token)
+  local function remove(K, Q, W, D, owner, token)
     local cur = call('GET', K)
-    if owner_of(cur) == owner and (token == '' or token == match(cur, '%d+$')) then
+    local alone, known = owner_of(cur)
+    if alone == owner and (token == '' or token == known) then
       call('DEL', K)
     elseif together(cur) and is_hold(W, owner, token) and call('ZREM', D, owner) == 1 then
       call('HDEL', W, owner)
@@ -260,15 +276,15 @@ local function set_up()
       local first = call('ZRANGE', Q, 0, 0)[1] == owner
       if token ~= '' or call('ZREM', Q, owner) == 0 then return 0 end
       call('HDEL', W, owner)
-      if first then settle(K, T, Q, W, D, true) end
+      if first then settle(K, Q, W, D, true) end
       return 2
     end
-    settle(K, T, Q, W, D, true)
+    settle(K, Q, W, D, true)
     return 1
   end
 
-  local function release(K, T, Q, W, D, X, op, owner, token)
-    local found = remove(K, T, Q, W, D, owner, token)
+  local function release(K, Q, W, D, X, op, owner, token)
+    local found = remove(K, Q, W, D, owner, token)
     if op == 'x' then
       -- At the end: a server without memory refuses it, but not after something was removed.
       local ms = math.floor(now / 1000)
@@ -280,7 +296,13 @@ local function set_up()
   end
 
   local function renew(K, W, D, owner, token, ttl)
-    local over = together(call('GET', K)) and is_hold(W, owner, token) and call('ZSCORE', D, owner)
+    local cur = call('GET', K)
+    local alone, known = owner_of(cur)
+    if alone == owner and (token == '' or token == known) then
+      if call('PTTL', K) < tonumber(ttl) then call('PEXPIRE', K, ttl) end
+      return 5
+    end
+    local over = together(cur) and is_hold(W, owner, token) and call('ZSCORE', D, owner)
     if not over or tonumber(over) <= now then return {5, 0} end
     -- First, as above.
     call('PEXPIRE', K, ttl)
@@ -289,66 +311,88 @@ local function set_up()
     return {5, 1}
   end
 
-  local function evict(K, T, Q, W, D)
+  local function evict(K, Q, W, D)
     local cur = current(K, W, D)
     local count = 0
     if together(cur) then
       for _, owner in ipairs(call('ZRANGE', D, 0, -1)) do
-        local session = match(call('HGET', W, owner) or '', '^h\n%d+\n%a\n%d+\n%x+\n(%x+)')
+        local session = match(call('HGET', W, owner) or '', '^h\n%d+\n%a\n%d+\n(%x+)')
         if session then send(session, 'l\n' .. owner) end
         call('HDEL', W, owner)
         count = count + 1
       end
     elseif cur then
-      local owner, session = match(call('GET', T) or '', '^%d+\n(%x*)\n(%x*)\n')
-      if owner and owner == owner_of(cur) then send(session, 'l\n' .. owner) end
+      local owner, _, session = owner_of(cur)
+      if owner then send(session, 'l\n' .. owner) end
       count = 1
     end
     call('DEL', K, D)
-    settle(K, T, Q, W, D, true)
+    settle(K, Q, W, D, true)
     return {8, count}
   end
 
-  return function(K, T, Q, X, op, who, ttl, note)
+  return function(K, Q, X, op, who, ttl, note)
     local W = string.gsub(Q, '^(fencelock:%d)q', '%1w')
     local D = string.gsub(Q, '^(fencelock:%d)q', '%1d')
-    local owner, token = match(who, '^(%x+):?(%d*)$')
-    if op == 'r' or op == 'x' then return release(K, T, Q, W, D, X, op, owner, token) end
+    local owner, token = match(who, '^(%x+):?(%d*)\n?$')
+    if op == 'r' or op == 'x' then return release(K, Q, W, D, X, op, owner, token) end
     if op == 'n' then return renew(K, W, D, owner, token, ttl) end
-    if op == 'v' then return evict(K, T, Q, W, D) end
+    if op == 'v' then return evict(K, Q, W, D) end
     local what, mode, of, arrival = match(op, '^(%a)(%a):?(%d*):?(%d*)$')
     if of == '' then of, arrival = '0', '0' end
-    return acquire(K, T, Q, W, D, X, what, mode, of, arrival, owner, ttl, note)
+    return acquire(K, Q, W, D, X, what, mode, of, arrival, owner, ttl, note)
   end
 end
 
+local replies = {0}
 local slow
-local replies = {now_text}
-local at = 4
-for index = 1, #KEYS, 4 do
-  local K, T, Q = KEYS[index], KEYS[index + 1], KEYS[index + 2]
-  local op, owner, ttl = ARGV[at], ARGV[at + 1], ARGV[at + 2]
-  local reply
-  if op == 'ae' or op == 'te' then
-    if call('EXISTS', K, Q, KEYS[index + 3]) == 0 then
-      reply = mint(T, ARGV[at + 3], ttl)
-      call('SET', K, owner .. ':' .. reply, 'PX', ttl)
-    end
-  elseif op == 'r' then
-    if call('GET', K) == owner and call('EXISTS', Q) == 0 then
-      call('DEL', K)
-      reply = 4
-    end
-  elseif op == 'n' and call('GET', K) == owner then
-    if call('PTTL', K) < tonumber(ttl) then call('PEXPIRE', K, ttl) end
-    call('PEXPIRE', T, keep + ttl)
-    reply = 5
-  end
-  if not reply then
-    slow = slow or set_up()
-    reply = slow(K, T, Q, KEYS[index + 3], op, owner, ttl, ARGV[at + 3])
-  end
-  replies[#replies + 1] = reply
+
+-- A group at a time: its first key, its first owner, how many operations it has.
+local key, at = 1, 4
+while at <= #ARGV do
+  local op, count, ttl, note = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2], ARGV[at + 3]
   at = at + 4
+  local last = key + count - 1
+  local free, token, token_text, values
+  local all_ours = op == 'r'
+  if op == 'ae' or op == 'te' then
+    free = call('EXISTS', unpack(KEYS, key, key + 3 * count - 1)) == 0
+  elseif op == 'r' or op == 'n' then
+    values = call('MGET', unpack(KEYS, key, last))
+    for index = 1, count do
+      local value = values[index]
+      local ours = value and find(value, ARGV[at + index - 1], 1, true) == 1
+      values[index] = ours and (op == 'n' or byte(value, -1) ~= 1)
+      all_ours = all_ours and values[index]
+    end
+    if all_ours then call('DEL', unpack(KEYS, key, last)) end
+    if op == 'n' then call('PEXPIRE', T, ARGV[2]) end
+  end
+  for index = 0, count - 1 do
+    local K, reply = KEYS[key + index], nil
+    if all_ours then
+      reply = 4
+    elseif values then
+      if op == 'n' and values[index + 1] then
+        if call('PTTL', K) < tonumber(ttl) then call('PEXPIRE', K, ttl) end
+        reply = 5
+      end
+    elseif free or free == false and call('EXISTS', K, KEYS[key + count + index], KEYS[key + 2 * count + index]) == 0 then
+      if not token then
+        token, token_text = mint()
+        token_text = ':' .. token_text .. note
+      end
+      -- The same lock may be in the group twice.
+      if call('SET', K, ARGV[at + index] .. token_text, 'PX', ttl, 'NX') then reply = token end
+    end
+    if not reply then
+      slow = slow or set_up()
+      reply = slow(K, KEYS[key + count + index], KEYS[key + 2 * count + index], op, ARGV[at + index], ttl, note)
+    end
+    replies[#replies + 1] = reply
+  end
+  key = key + (values and 2 or 3) * count
+  at = at + count
 end
+replies[1] = now_text or 0
 return replies

@@ -24,6 +24,16 @@ pub(super) enum Push {
     Broken,
 }
 
+impl Push {
+    /// Whether it is a word for this waiter.
+    pub(super) fn is_for(&self, waiter: Owner, name: &str) -> bool {
+        match self {
+            Push::Granted { owner, key, .. } | Push::First { owner, key, .. } => *owner == waiter && key == name,
+            Push::Lost { .. } | Push::Gone { .. } | Push::Broken => false,
+        }
+    }
+}
+
 struct Open {
     connection: MultiplexedConnection,
     generation: u64,

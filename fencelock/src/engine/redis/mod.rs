@@ -16,15 +16,17 @@ mod status;
 
 use self::key::Keys;
 use self::link::{Link, Push};
-use self::post::{Answer, Op, Post, Reply};
+use self::post::{Answer, Op, Post, Reply, Who};
 use super::{Capability, Engine, Purpose};
 use crate::url::Url;
-use crate::{Claim, Clock, Error, ErrorKind, Grant, Hold, Mode, Name, Owner, Release, Renewal, Result, Status, Token};
+use crate::{
+    Claim, Clock, Error, ErrorKind, Grant, Hold, Mode, Moment, Name, Owner, Release, Renewal, Result, Status, Token,
+};
 use async_trait::async_trait;
 use redis::{ConnectionAddr, ConnectionInfo, IntoConnectionInfo, ProtocolVersion, TlsCertificates};
 use rustls::crypto::CryptoProvider;
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::mpsc;
@@ -59,6 +61,7 @@ pub(crate) async fn open(url: &Url, text: &str) -> Result<RedisEngine> {
         waiting: Mutex::default(),
         arrived: tokio::sync::Mutex::new(arrived),
         keys: Mutex::default(),
+        note: Mutex::new((String::new(), "".into())),
         address,
         db,
     };
@@ -122,19 +125,48 @@ fn connection_info(url: &Url, text: &str) -> Result<(ConnectionInfo, String)> {
     Ok((info, address))
 }
 
-type Waiting = HashMap<Owner, (Arc<Keys>, mpsc::UnboundedSender<Push>)>;
+/// Who of this client waits, for which key, and how to tell it.
+#[derive(Default)]
+struct Waiting {
+    by_owner: HashMap<Owner, (Arc<Keys>, mpsc::UnboundedSender<Push>)>,
+    /// Words that were faster than the answer that put their owner in line, and when they came.
+    early: VecDeque<(Moment, Push)>,
+    /// How often words may have been missed.
+    breaks: u64,
+}
+
+impl Waiting {
+    /// Words wait for so long for their owners, and so many of them.
+    const EARLY: (Duration, usize) = (Duration::from_secs(2), 1_000);
+
+    /// Tells a waiter, or keeps the word for it.
+    fn tell(&mut self, owner: Owner, key: &str, push: Push) {
+        // It may wait for another lock by now; late news of this one must not be taken for news of that.
+        if let Some((_, tell)) = self.by_owner.get(&owner).filter(|(keys, _)| keys.main == key) {
+            let _ = tell.send(push);
+            return;
+        }
+        let now = Clock::Boot.now();
+        let (span, count) = Self::EARLY;
+        while self.early.front().is_some_and(|(came, _)| came.after(span) < now) || self.early.len() >= count {
+            self.early.pop_front();
+        }
+        self.early.push_back((now, push));
+    }
+}
 
 /// An engine on one Redis server.
 pub(crate) struct RedisEngine {
     link: Arc<Link>,
     post: Arc<Post>,
     session: Arc<str>,
-    /// Who of this client waits, for which key, and how to tell it.
     waiting: Mutex<Waiting>,
     /// What the server pushed; the keeper's task takes it from here.
     arrived: tokio::sync::Mutex<mpsc::UnboundedReceiver<(u64, Push)>>,
     /// The keys of names in use, so that they are not built for each operation.
     keys: Mutex<HashMap<Name, Arc<Keys>>>,
+    /// The newest label, and what the server notes for it.
+    note: Mutex<(String, Arc<str>)>,
     address: String,
     db: i64,
 }
@@ -160,34 +192,52 @@ impl RedisEngine {
     }
 
     fn op(&self, code: &'static str, name: &Name, owner: Owner, ttl: Duration) -> Op {
-        Op { code: code.into(), keys: self.keys(name), owner: owner.to_string(), ttl, note: String::new() }
+        Op { code: code.into(), keys: self.keys(name), who: Who::owner(owner), ttl, note: None }
     }
 
     /// For this hold, and no other one of the same owner.
     fn hold_op(&self, code: &'static str, hold: &Hold) -> Op {
         let op = self.op(code, &hold.name, hold.owner, hold.ttl);
         match hold.seat {
-            Some(seat) => Op { owner: format!("{}:{}", op.owner, seat >> 1), ..op },
+            Some(seat) => Op { who: Who::hold(hold.owner, seat >> 1), ..op },
             None => op,
         }
     }
 
     fn claim_op(&self, claim: &Claim, wait: bool) -> Op {
         let op = self.op(claim_code(claim.mode, wait), &claim.name, claim.owner, claim.ttl);
-        let note = format!("\n{}\n{}\n{}", op.owner, self.session, claim.label);
+        let note = Some(self.note(&claim.label));
         match claim.mode {
             Mode::Permit { .. } => Op { code: with_arrival(claim.mode, wait, 0).into(), note, ..op },
             Mode::Exclusive | Mode::Shared => Op { note, ..op },
         }
     }
 
+    /// What the server notes of a claim with this label. Most claims of a client have the same.
+    fn note(&self, label: &str) -> Arc<str> {
+        let mut note = self.note.lock().unwrap_or_else(PoisonError::into_inner);
+        if note.1.is_empty() || note.0 != label {
+            *note = (label.to_owned(), format!("\n{}\n{label}", self.session).into());
+        }
+        Arc::clone(&note.1)
+    }
+
     fn expect(&self, owner: Owner, keys: &Arc<Keys>) -> Result<Expected<'_>> {
         let (tell, told) = mpsc::unbounded_channel();
-        match self.waiting().entry(owner) {
+        let mut waiting = self.waiting();
+        let Waiting { by_owner, early, .. } = &mut *waiting;
+        match by_owner.entry(owner) {
             Entry::Occupied(_) => Err(Error::invalid(
                 "this owner is waiting for a lock already; an owner stands for one acquisition at a time",
             )),
             Entry::Vacant(slot) => {
+                early.retain(|(_, push)| {
+                    let for_this = push.is_for(owner, &keys.main);
+                    if for_this {
+                        let _ = tell.send(push.clone());
+                    }
+                    !for_this
+                });
                 slot.insert((Arc::clone(keys), tell));
                 Ok(Expected { engine: self, owner, told })
             }
@@ -221,23 +271,22 @@ impl RedisEngine {
     fn route(&self, push: Push, lost: &mpsc::UnboundedSender<Owner>) {
         match &push {
             Push::Granted { owner, key, .. } | Push::First { owner, key, .. } => {
-                // It may wait for another lock by now; late news of this one must not be taken for news of that.
-                if let Some((_, tell)) = self.waiting().get(owner).filter(|(keys, _)| keys.main == *key) {
-                    let _ = tell.send(push.clone());
-                }
+                self.waiting().tell(*owner, key, push.clone());
             }
             Push::Lost { owner } => {
                 let _ = lost.send(*owner);
             }
             // Somebody who tells nobody may have released it.
             Push::Gone { key } => {
-                for (_, tell) in self.waiting().values().filter(|(keys, _)| keys.main == *key) {
+                for (_, tell) in self.waiting().by_owner.values().filter(|(keys, _)| keys.main == *key) {
                     let _ = tell.send(push.clone());
                 }
             }
             // Words may have been missed: everybody looks for itself.
             Push::Broken => {
-                for (_, tell) in self.waiting().values() {
+                let mut waiting = self.waiting();
+                waiting.breaks += 1;
+                for (_, tell) in waiting.by_owner.values() {
                     let _ = tell.send(push.clone());
                 }
             }
@@ -265,7 +314,7 @@ struct Expected<'a> {
 
 impl Drop for Expected<'_> {
     fn drop(&mut self) {
-        self.engine.waiting().remove(&self.owner);
+        self.engine.waiting().by_owner.remove(&self.owner);
     }
 }
 
@@ -328,17 +377,18 @@ impl Engine for RedisEngine {
                 answer => held(claim, &answer, answer.repeated).map(Some),
             };
         }
-        let mut told = self.expect(claim.owner, &op.keys)?;
+        // Only who must wait is expected to be told anything.
+        let mut told = None;
         let mut watch = None;
-        let (mut placed, mut repeated) = (false, false);
+        let mut repeated = false;
         loop {
+            let breaks = self.waiting().breaks;
             let answer = self.post.submit(op.clone()).await;
             repeated |=
                 answer.as_ref().map_or_else(|error| error.kind() == ErrorKind::Ambiguous, |answer| answer.repeated);
-            let look = match answer {
+            let mut look = match answer {
                 Ok(Answer { reply: Reply::Waits { arrival, look, foreign }, .. }) => {
                     op.code = with_arrival(claim.mode, wait, arrival).into();
-                    placed = true;
                     if foreign && watch.is_none() {
                         watch = Some(KeyWatch::start(self, &claim.name).await);
                     }
@@ -346,10 +396,18 @@ impl Engine for RedisEngine {
                 }
                 Ok(answer) => return held(claim, &answer, repeated).map(Some),
                 // Who has a place in line keeps it while the server is away.
-                Err(error) if placed && passing(&error) => Duration::from_millis(200),
+                Err(error) if told.is_some() && passing(&error) => Duration::from_millis(200),
                 Err(error) => return Err(error),
             };
-            if let Some(grant) = self.wait(claim, &mut told, look, repeated).await {
+            if told.is_none() {
+                told = Some(self.expect(claim.owner, &op.keys)?);
+                if self.waiting().breaks != breaks {
+                    look = Duration::ZERO;
+                }
+            }
+            if let Some(told) = &mut told
+                && let Some(grant) = self.wait(claim, told, look, repeated).await
+            {
                 return Ok(Some(grant));
             }
         }

@@ -4,12 +4,13 @@
 //! call takes them all. Nobody waits for a batch to fill.
 
 use super::fault::Fault;
-use super::key::Keys;
+use super::key::{Keys, NEWEST};
 use super::link::Link;
-use crate::{Clock, Error, ErrorKind, Moment, Result};
+use crate::{Clock, Error, ErrorKind, Moment, Owner, Result};
 use redis::{Cmd, Script, Value};
 use std::borrow::Cow;
 use std::collections::VecDeque;
+use std::io::Write;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::oneshot;
@@ -27,15 +28,58 @@ const LINGER: Duration = Duration::from_secs(60);
 
 static LINE: LazyLock<Script> = LazyLock::new(|| Script::new(include_str!("line.lua")));
 
-/// One operation of `line.lua`.
+/// One operation of `line.lua`. Cheap to clone.
 #[derive(Debug, Clone)]
 pub(super) struct Op {
     pub(super) code: Cow<'static, str>,
     pub(super) keys: Arc<Keys>,
-    pub(super) owner: String,
+    pub(super) who: Who,
     pub(super) ttl: Duration,
-    /// What the server notes of the owner; empty where nothing is to be noted.
-    pub(super) note: String,
+    /// What the server notes of the owner, if anything.
+    pub(super) note: Option<Arc<str>>,
+}
+
+impl Op {
+    /// Keys that the script wants for it.
+    fn key_count(&self) -> usize {
+        if matches!(&*self.code, "r" | "n") { 2 } else { 3 }
+    }
+
+    fn travels_with(&self, other: &Op) -> bool {
+        let same_note = match (&self.note, &other.note) {
+            (Some(one), Some(other)) => Arc::ptr_eq(one, other) || one == other,
+            (one, other) => one == other,
+        };
+        self.ttl == other.ttl && same_note && self.code == other.code
+    }
+}
+
+/// An owner, or one of its holds: owner ':' token '\n'. Kept in place, since it is built for every operation.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Who {
+    text: [u8; 32 + 1 + 20 + 1],
+    length: usize,
+}
+
+impl Who {
+    pub(super) fn owner(owner: Owner) -> Self {
+        let mut text = [0; 54];
+        text[..32].copy_from_slice(&owner.to_hex());
+        Self { text, length: 32 }
+    }
+
+    pub(super) fn hold(owner: Owner, token: u64) -> Self {
+        let mut who = Self::owner(owner);
+        let mut rest = &mut who.text[32..];
+        // A token has at most 20 digits: there is room.
+        let _ = writeln!(rest, ":{token}");
+        who.length = 54 - rest.len();
+        who
+    }
+
+    fn as_bytes(&self) -> &[u8] {
+        &self.text[..self.length]
+    }
 }
 
 /// What `line.lua` answers.
@@ -161,12 +205,15 @@ impl Post {
         let mut pause = Duration::from_millis(10);
         let mut repeated = false;
         let mut by_hash = true;
+        let groups = Group::of(ops);
         loop {
             let sent = Clock::Boot.now();
-            let fault = match self.link.send(&command(ops, by_hash)).await {
-                Ok(value) => match read(value, ops.len()) {
+            let fault = match self.link.send(&command(ops, &groups, by_hash)).await {
+                Ok(value) => match read(&value, &groups) {
                     Some((server, replies)) => {
-                        self.link.note_time(sent, server);
+                        if server > 0 {
+                            self.link.note_time(sent, server);
+                        }
                         let answer = |reply| Answer { reply, sent, repeated };
                         return Ok(replies.into_iter().map(answer).collect());
                     }
@@ -267,18 +314,53 @@ impl Drop for Call {
     }
 }
 
-fn command(ops: &[Op], by_hash: bool) -> Cmd {
-    let mut command = if by_hash { redis::cmd("EVALSHA") } else { redis::cmd("EVAL") };
-    command.arg(if by_hash { LINE.get_hash() } else { include_str!("line.lua") });
-    command.arg(ops.len() * 4);
-    for op in ops {
-        let keys = &op.keys;
-        command.arg(&keys.main).arg(&keys.token).arg(&keys.queue).arg(&keys.tombstones);
+/// Operations that travel together: those of the same kind, lifetime and note.
+struct Group<'a> {
+    like: &'a Op,
+    /// Which of the batch.
+    members: Vec<usize>,
+}
+
+impl<'a> Group<'a> {
+    fn of(ops: &'a [Op]) -> Vec<Self> {
+        let mut groups: Vec<Self> = Vec::with_capacity(4);
+        for (index, op) in ops.iter().enumerate() {
+            match groups.iter_mut().rev().find(|group| group.like.travels_with(op)) {
+                Some(group) => group.members.push(index),
+                None => {
+                    let mut members = Vec::with_capacity(ops.len() - index);
+                    members.push(index);
+                    groups.push(Self { like: op, members });
+                }
+            }
+        }
+        groups
     }
+}
+
+fn command(ops: &[Op], groups: &[Group<'_>], by_hash: bool) -> Cmd {
+    let mut command = Cmd::with_capacity(16 + ops.len() * 4, 256 + ops.len() * 160);
+    command.arg(if by_hash { "EVALSHA" } else { "EVAL" });
+    command.arg(if by_hash { LINE.get_hash() } else { include_str!("line.lua") });
+    let keys: usize = groups.iter().map(|group| group.members.len() * group.like.key_count()).sum();
+    command.arg(keys + 1);
+    for group in groups {
+        let parts: [fn(&Keys) -> &str; 3] = [|keys| &keys.main, |keys| &keys.queue, |keys| &keys.tombstones];
+        for part in parts.iter().take(group.like.key_count()) {
+            for index in &group.members {
+                command.arg(part(&ops[*index].keys));
+            }
+        }
+    }
+    command.arg(NEWEST);
     let longest = ops.iter().map(|op| op.ttl).max().unwrap_or_default();
     command.arg(millis(WINDOW)).arg(millis(REMEMBER + longest)).arg(millis(LINGER));
-    for op in ops {
-        command.arg(&*op.code).arg(&op.owner).arg(millis(op.ttl)).arg(&op.note);
+    for group in groups {
+        let op = group.like;
+        command.arg(&*op.code).arg(group.members.len()).arg(millis(op.ttl)).arg(op.note.as_deref().unwrap_or_default());
+        for index in &group.members {
+            command.arg(ops[*index].who.as_bytes());
+        }
     }
     command
 }
@@ -291,19 +373,25 @@ fn unreadable() -> Error {
     Error::new(ErrorKind::Engine, "the script's answer cannot be understood; please report this")
 }
 
-fn read(value: Value, count: usize) -> Option<(u64, Vec<Reply>)> {
+/// The server's time, and the replies in the order of the operations.
+fn read(value: &Value, groups: &[Group<'_>]) -> Option<(u64, Vec<Reply>)> {
     let Value::Array(values) = value else { return None };
-    let mut values = values.into_iter();
-    let server = number(&values.next()?)?;
-    let replies: Option<Vec<Reply>> = values.map(|value| read_reply(&value)).collect();
-    replies.filter(|replies| replies.len() == count).map(|replies| (server, replies))
+    let (server, values) = values.split_first()?;
+    let members = groups.iter().flat_map(|group| &group.members);
+    let mut replies = vec![Reply::Busy; values.len()];
+    let mut read = 0;
+    for (index, value) in members.zip(values) {
+        *replies.get_mut(*index)? = read_reply(value)?;
+        read += 1;
+    }
+    (read == replies.len()).then_some((number(server)?, replies))
 }
 
 fn read_reply(value: &Value) -> Option<Reply> {
     let parts = match value {
-        Value::BulkString(_) => return Some(Reply::Held { token: number(value)? }),
         Value::Int(4) => return Some(Reply::Released(1)),
         Value::Int(5) => return Some(Reply::Renewed(true)),
+        Value::Int(_) => return Some(Reply::Held { token: number(value)? }),
         Value::Array(parts) => parts,
         _ => return None,
     };

@@ -1,8 +1,9 @@
 //! What `status` and `list` see in Redis.
 
-use super::key::{Keys, TOKEN_PATTERN, name_of};
+use super::key::{Keys, QUEUE_PATTERN, name_of, pattern_of};
 use super::post::{Post, number};
 use crate::{Error, ErrorKind, Grant, Holder, Mode, Moment, Owner, Result, Status, Token, Waiter};
+use futures_util::future::try_join_all;
 use redis::{Script, Value};
 use std::collections::BTreeSet;
 use std::sync::LazyLock;
@@ -34,8 +35,8 @@ impl Seen {
 pub(super) async fn inspect(post: &Post, keys: &Keys, waiters: usize) -> Result<Seen> {
     let ask = |source: bool| {
         let mut command = redis::cmd(if source { "EVAL" } else { "EVALSHA" });
-        command.arg(if source { include_str!("inspect.lua") } else { INSPECT.get_hash() }).arg(5);
-        command.arg(&keys.main).arg(&keys.token).arg(&keys.queue).arg(&keys.records).arg(&keys.deadlines);
+        command.arg(if source { include_str!("inspect.lua") } else { INSPECT.get_hash() }).arg(4);
+        command.arg(&keys.main).arg(&keys.queue).arg(&keys.records).arg(&keys.deadlines);
         command.arg(waiters).to_owned()
     };
     let answer = match post.ask(&ask(false)).await {
@@ -49,7 +50,7 @@ pub(super) async fn inspect(post: &Post, keys: &Keys, waiters: usize) -> Result<
 
 fn read(value: &Value) -> Option<Seen> {
     let Value::Array(parts) = value else { return None };
-    let [now, current, left, token, together, waiters] = parts.as_slice() else { return None };
+    let [now, current, left, together, waiters] = parts.as_slice() else { return None };
     let now = number(now)?;
     let mut seen = Seen::default();
     let (Value::Array(together), Value::Array(waiters)) = (together, waiters) else { return None };
@@ -60,7 +61,7 @@ fn read(value: &Value) -> Option<Seen> {
     }
     if let (Some(current), true) = (text(current), seen.holders.is_empty()) {
         let left = number(left).map_or(Duration::MAX, Duration::from_millis);
-        seen.holders.push(holder_alone(&current, left, token, now));
+        seen.holders.push(holder_alone(&current, left, now));
     }
     for part in waiters.chunks_exact(2) {
         seen.waiters.extend(waiter(&text(&part[0])?, &text(&part[1])?, now));
@@ -69,11 +70,11 @@ fn read(value: &Value) -> Option<Seen> {
 }
 
 fn holder_together(owner: &str, end: f64, record: &str, now: u64) -> Option<(Option<Owner>, Holder)> {
-    let mut parts = record.strip_prefix("h\n")?.splitn(6, '\n');
+    let mut parts = record.strip_prefix("h\n")?.splitn(5, '\n');
     // A token is the time of its grant.
     let token: u64 = parts.next()?.parse().ok()?;
     let mode = mode(parts.next()?, parts.next()?)?;
-    let (_owner, _session, label) = (parts.next()?, parts.next()?, parts.next()?.to_owned());
+    let (_session, label) = (parts.next()?, parts.next()?.to_owned());
     let owner: Owner = owner.parse().ok()?;
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "microseconds of a date fit")]
     let lease_left = micros((end as u64).saturating_sub(now));
@@ -82,39 +83,45 @@ fn holder_together(owner: &str, end: f64, record: &str, now: u64) -> Option<(Opt
     Some((Some(owner), holder))
 }
 
-/// The exclusive holder; a client of the common recipe has no record.
-fn holder_alone(current: &str, lease_left: Duration, token: &Value, now: u64) -> (Option<Owner>, Holder) {
+/// The exclusive holder; of a client of the common recipe nothing is known.
+fn holder_alone(current: &str, lease_left: Duration, now: u64) -> (Option<Owner>, Holder) {
     let mode = Mode::Exclusive;
-    let read = |(owner, token): (&str, &str)| Some((owner.parse::<Owner>().ok()?, token.parse::<u64>().ok()?));
-    let held = current.split_once(':').and_then(read);
-    let known = match held {
-        Some((owner, number)) => {
-            // The note may have been evicted; then only its label is missing.
-            let note = text(token).unwrap_or_default();
-            let mut parts = note.splitn(4, '\n').skip(1);
-            let noted = parts.next() == Some(owner.to_string().as_str());
-            let label = parts.nth(1).filter(|_| noted).unwrap_or_default().to_owned();
-            let held_for = micros(now.saturating_sub(number));
-            Holder { mode, token: Token::new(number), owner: owner.short(), label, held_for, lease_left }
+    match own_value(current) {
+        Some((owner, token, label)) => {
+            let held_for = micros(now.saturating_sub(token));
+            let (token, label) = (Token::new(token), label.to_owned());
+            (Some(owner), Holder { mode, token, owner: owner.short(), label, held_for, lease_left })
         }
-        None => Holder {
-            mode,
-            token: Token::new(0),
-            owner: current.chars().take(8).collect(),
-            label: "a client that is not fencelock".to_owned(),
-            held_for: Duration::ZERO,
-            lease_left,
-        },
-    };
-    (held.map(|(owner, _)| owner), known)
+        None => {
+            let holder = Holder {
+                mode,
+                token: Token::new(0),
+                owner: current.chars().take(8).collect(),
+                label: "a client that is not fencelock".to_owned(),
+                held_for: Duration::ZERO,
+                lease_left,
+            };
+            (None, holder)
+        }
+    }
+}
+
+/// What fencelock writes into the key of a lock that is held alone: owner, token, label. (The byte 1 at its end says that somebody
+/// waits.)
+fn own_value(value: &str) -> Option<(Owner, u64, &str)> {
+    let (owner, rest) = value.split_once(':')?;
+    let mut parts = rest.splitn(3, '\n');
+    let token = parts.next()?.parse().ok()?;
+    let _session = parts.next()?;
+    Some((owner.parse().ok()?, token, parts.next()?.trim_end_matches('\u{1}')))
 }
 
 fn waiter(owner: &str, record: &str, now: u64) -> Option<Waiter> {
-    let mut parts = record.strip_prefix("w\n")?.splitn(7, '\n');
+    let mut parts = record.strip_prefix("w\n")?.splitn(6, '\n');
     let mode = mode(parts.next()?, parts.next()?)?;
     let _ttl = parts.next()?;
     let since: u64 = parts.next()?.parse().ok()?;
-    let (_owner, _session, label) = (parts.next()?, parts.next()?, parts.next()?.to_owned());
+    let (_session, label) = (parts.next()?, parts.next()?.to_owned());
     let owner = owner.parse::<Owner>().ok()?.short();
     Some(Waiter { mode, owner, label, waiting_for: micros(now.saturating_sub(since)) })
 }
@@ -142,23 +149,47 @@ fn text(value: &Value) -> Option<String> {
     }
 }
 
-/// The names of locks that were used lately, by their token keys: a scan in small steps.
+/// The names of locks that are held by fencelock, or waited for: a scan in small steps.
 pub(super) async fn names(post: &Post, prefix: &str) -> Result<BTreeSet<String>> {
     let mut names = BTreeSet::new();
-    let mut cursor = "0".to_owned();
-    loop {
-        let mut scan = redis::cmd("SCAN");
-        scan.arg(&cursor).arg("MATCH").arg(TOKEN_PATTERN).arg("COUNT").arg(1_000);
-        let value = post.ask(&scan).await.map_err(|fault| fault.error)?;
-        let Value::Array(parts) = value else { break };
-        let [next, Value::Array(keys)] = parts.as_slice() else { break };
-        for key in keys.iter().filter_map(text) {
-            names.extend(name_of(&key).filter(|name| name.starts_with(prefix)).map(str::to_owned));
-        }
-        match text(next) {
-            Some(next) if next != "0" => cursor = next,
-            _ => break,
+    for queues in [true, false] {
+        let pattern = if queues { QUEUE_PATTERN.to_owned() } else { pattern_of(prefix) };
+        let mut cursor = "0".to_owned();
+        loop {
+            let mut scan = redis::cmd("SCAN");
+            scan.arg(&cursor).arg("MATCH").arg(&pattern).arg("COUNT").arg(1_000);
+            scan.arg("TYPE").arg(if queues { "zset" } else { "string" });
+            let value = post.ask(&scan).await.map_err(|fault| fault.error)?;
+            let Value::Array(parts) = value else { break };
+            let [next, Value::Array(keys)] = parts.as_slice() else { break };
+            let keys: Vec<String> = keys.iter().filter_map(text).collect();
+            if queues {
+                let waited_for = keys.iter().filter_map(|key| name_of(key));
+                names.extend(waited_for.filter(|name| name.starts_with(prefix)).map(str::to_owned));
+            } else {
+                names.extend(ours(post, keys).await?);
+            }
+            match text(next) {
+                Some(next) if next != "0" => cursor = next,
+                _ => break,
+            }
         }
     }
     Ok(names)
+}
+
+/// Those of these keys that fencelock holds. Others' strings may be large: only their beginnings are read.
+async fn ours(post: &Post, keys: Vec<String>) -> Result<Vec<String>> {
+    let reads = keys.iter().map(async |key| {
+        let mut get = redis::cmd("GETRANGE");
+        get.arg(key).arg(0).arg(255);
+        post.ask(&get).await
+    });
+    let values = try_join_all(reads).await.map_err(|fault| fault.error)?;
+    let is_ours = |value: &Value| {
+        let value = text(value).unwrap_or_default();
+        let together = ["fencelock:shared", "fencelock:permit:"];
+        own_value(&value).is_some() || together.iter().any(|start| value.starts_with(start))
+    };
+    Ok(keys.into_iter().zip(values).filter(|(_, value)| is_ours(value)).map(|(key, _)| key).collect())
 }

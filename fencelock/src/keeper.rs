@@ -484,6 +484,12 @@ impl Keeper {
                         renewals.push(self.renew(unsure));
                     }
                 }
+                () = self.engine.doubt() => {
+                    let held: Vec<Arc<Held>> = self.table().queue.values().map(|due| Arc::clone(&due.held)).collect();
+                    for chunk in held.chunks(BATCH) {
+                        renewals.push(self.renew(chunk.to_vec()));
+                    }
+                }
                 () = &mut drive, if driving => driving = false,
                 () = self.wake.notified() => {}
                 () = self.clock.sleep_until(next) => {}

@@ -35,8 +35,9 @@ impl World {
         let proxy = Proxy::to(server.port());
         let far = connect(format!("{}?timeout=300ms", proxy.redis_url())).await.unwrap();
         let near = server.client().await;
-        // The server knows the script, and the client has a connection: from here on, an operation is one exchange.
-        far.mutex("warm-up").acquire().await.unwrap().release().await.unwrap();
+        // The server knows the script and the longest lease, and the client has a connection: from here on, an operation is one
+        // exchange.
+        far.mutex("warm-up").ttl(LONG).acquire().await.unwrap().release().await.unwrap();
         Self { server, proxy, far, near }
     }
 
@@ -513,7 +514,8 @@ async fn killed_connections_come_back() {
 async fn locks_survive_a_restart_that_keeps_the_data() {
     for mode in MODES {
         let mut server = RedisServer::options().durable().start();
-        let (one, two) = (server.client().await, server.client().await);
+        let url = format!("{}?quarantine=off", server.url());
+        let (one, two) = (connect(&url).await.unwrap(), connect(&url).await.unwrap());
         let guard = hold(&one, mode).await;
         let waiter = queue(&two, &two, "next").await;
         server.kill();
@@ -571,7 +573,7 @@ async fn a_server_that_is_away_is_unavailable_until_it_is_back() {
 async fn a_frozen_server_makes_answers_ambiguous() {
     let server = RedisServer::start();
     let client = connect(format!("{}?patience=300ms&timeout=200ms", server.url())).await.unwrap();
-    client.mutex("warm-up").acquire().await.unwrap().release().await.unwrap();
+    client.mutex("warm-up").ttl(LONG).acquire().await.unwrap().release().await.unwrap();
     server.freeze();
     let error = client.mutex(NAME).ttl(LONG).acquire().await.unwrap_err();
     assert!(matches!(error.kind(), ErrorKind::Ambiguous | ErrorKind::Unavailable), "{error:?}");

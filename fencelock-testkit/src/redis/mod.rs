@@ -2,6 +2,11 @@
 
 mod certificate;
 mod child;
+mod cluster;
+mod sentinel;
+
+pub use cluster::{ClusterSubject, RedisCluster};
+pub use sentinel::{MASTER, RedisSentinels, SentinelSubject};
 
 use crate::Subject;
 use ::redis::FromRedisValue;
@@ -49,6 +54,8 @@ pub struct RedisOptions {
     password: Option<String>,
     tls: bool,
     unix_socket: bool,
+    sentinel: bool,
+    in_cluster: bool,
 }
 
 impl RedisOptions {
@@ -98,6 +105,20 @@ impl RedisOptions {
         self
     }
 
+    /// It watches over others.
+    #[must_use]
+    pub(super) fn sentinel(mut self) -> Self {
+        self.sentinel = true;
+        self
+    }
+
+    /// It talks to the other nodes of a cluster on a port of its own.
+    #[must_use]
+    pub(super) fn cluster_port(mut self) -> Self {
+        self.in_cluster = true;
+        self
+    }
+
     /// Starts the server, and waits until it serves.
     ///
     /// # Panics
@@ -114,9 +135,15 @@ impl RedisOptions {
         panic!("redis-server does not start");
     }
 
-    fn configuration(&self, dir: &Path, port: u16, tls_port: u16) -> String {
-        let mut text = format!("bind 127.0.0.1\nport {port}\ndir {}\nsave \"\"\n", dir.display());
+    fn configuration(&self, dir: &Path, port: u16, tls_port: u16, bus_port: u16) -> String {
+        let mut text = format!("bind 127.0.0.1\nport {port}\ndir {}\n", dir.display());
         text.push_str("logfile server.log\n");
+        if !self.sentinel {
+            text.push_str("save \"\"\n");
+        }
+        if self.in_cluster {
+            let _ = writeln!(text, "cluster-port {bus_port}");
+        }
         if self.tls {
             let _ = writeln!(text, "tls-port {tls_port}\ntls-auth-clients no\ntls-ca-cert-file ca.pem");
             let _ = writeln!(text, "tls-cert-file server.pem\ntls-key-file server.key");
@@ -140,6 +167,8 @@ pub struct RedisServer {
     program: Option<Program>,
     port: u16,
     tls_port: u16,
+    bus_port: u16,
+    sentinel: bool,
     password: Option<String>,
     dir: TempDir,
 }
@@ -164,9 +193,11 @@ impl RedisServer {
         if options.tls {
             certificate::write(dir.path());
         }
-        let text = options.configuration(dir.path(), port, tls_port);
+        let bus_port = if options.in_cluster { free_port() } else { 0 };
+        let text = options.configuration(dir.path(), port, tls_port, bus_port);
         std::fs::write(dir.path().join("redis.conf"), text).expect("the configuration can be written");
-        Self { program: None, port, tls_port, password: options.password.clone(), dir }
+        let (sentinel, password) = (options.sentinel, options.password.clone());
+        Self { program: None, port, tls_port, bus_port, sentinel, password, dir }
     }
 
     /// `FENCELOCK_REDIS_SERVER` names another program than the `redis-server` of the path: an older version, say.
@@ -174,7 +205,8 @@ impl RedisServer {
         let program = std::env::var("FENCELOCK_REDIS_SERVER").unwrap_or_else(|_| "redis-server".to_owned());
         let configuration = self.file("redis.conf");
         let configuration = configuration.to_str().expect("the directory has a plain name");
-        self.program = match Program::start(&program, &[configuration]) {
+        let arguments = if self.sentinel { vec![configuration, "--sentinel"] } else { vec![configuration] };
+        self.program = match Program::start(&program, &arguments) {
             Ok(program) => Some(program),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 panic!("{program} is not installed; `cargo xtask test` installs what the tests need")
@@ -217,6 +249,11 @@ impl RedisServer {
     /// The port of its plain connections.
     pub fn port(&self) -> u16 {
         self.port
+    }
+
+    /// The port on which it talks to other nodes of a cluster.
+    pub(super) fn bus_port(&self) -> u16 {
+        self.bus_port
     }
 
     /// Where clients connect to; without a password.

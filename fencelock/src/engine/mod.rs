@@ -64,6 +64,11 @@ pub trait Engine: Send + Sync + 'static {
         std::future::pending().await
     }
 
+    /// Resolves when the holds of this client should be confirmed at once: whoever keeps the truth may have changed.
+    async fn doubt(&self) {
+        std::future::pending().await
+    }
+
     /// Says good-bye: no claim of this client is left in any line.
     async fn close(&self) -> Result<()> {
         Ok(())
@@ -116,7 +121,8 @@ pub(crate) async fn open(url: &crate::url::Url, text: &str) -> Result<std::sync:
     match url.scheme.as_str() {
         "memory" => Ok(std::sync::Arc::new(memory::open(url)?)),
         "file" => open_file(url).await,
-        "redis" | "rediss" | "redis+unix" => open_redis(url, text).await,
+        "redis" | "rediss" | "redis+unix" | "redis+sentinel" | "rediss+sentinel" | "redis+cluster"
+        | "rediss+cluster" => open_redis(url, text).await,
         other => Err(unknown_scheme(other)),
     }
 }
@@ -142,19 +148,7 @@ async fn open_redis(url: &crate::url::Url, _: &str) -> Result<std::sync::Arc<dyn
 }
 
 fn unknown_scheme(scheme: &str) -> Error {
-    let planned = [
-        "redis",
-        "rediss",
-        "redis+unix",
-        "redis+sentinel",
-        "redis+cluster",
-        "redlock",
-        "zk",
-        "etcd",
-        "etcds",
-        "postgres",
-        "mysql",
-    ];
+    let planned = ["redlock", "zk", "etcd", "etcds", "postgres", "mysql"];
     if planned.contains(&scheme) {
         return Error::new(
             ErrorKind::Unsupported,

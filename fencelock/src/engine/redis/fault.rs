@@ -15,6 +15,40 @@ pub(super) struct Fault {
     pub(super) no_script: bool,
     /// The server refused this very request: with others in one batch, each must be tried by itself.
     pub(super) refused: bool,
+    /// Another node of the cluster serves this slot.
+    pub(super) redirect: Option<Redirect>,
+}
+
+/// Where a node of a cluster sends whoever asks the wrong one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Redirect {
+    /// From now on.
+    Moved(String),
+    /// This time only: the slot is on its way.
+    Ask(String),
+}
+
+impl Fault {
+    /// Something that will be better later.
+    pub(super) fn passing(error: Error) -> Self {
+        Self { error, broken: false, passing: true, no_script: false, refused: false, redirect: None }
+    }
+
+    /// The server answers what nobody understands.
+    pub(super) fn unreadable() -> Self {
+        let error = Error::new(ErrorKind::Engine, "the script's answer cannot be understood; please report this");
+        Self { error, broken: false, passing: false, no_script: false, refused: true, redirect: None }
+    }
+
+    /// The same for another one of a batch.
+    pub(super) fn again(&self) -> Self {
+        Self { error: Error::new(self.error.kind(), self.error.to_string()), redirect: self.redirect.clone(), ..*self }
+    }
+}
+
+/// What the client is told.
+pub(super) fn told(fault: Fault) -> Error {
+    fault.error
 }
 
 /// `sent`: the request may have reached the server.
@@ -22,12 +56,19 @@ pub(super) fn fault(error: RedisError, sent: bool) -> Fault {
     let code = code(&error);
     let io =
         error.is_io_error() || error.is_connection_dropped() || error.is_timeout() || error.is_unrecoverable_error();
+    let redirect = error.redirect_node().map(|(node, _)| node.to_owned()).and_then(|node| match code.as_str() {
+        "MOVED" => Some(Redirect::Moved(node)),
+        "ASK" => Some(Redirect::Ask(node)),
+        _ => None,
+    });
     let (kind, text, passing) = if code.is_empty() { without_code(&error, io, sent) } else { with_code(&code) };
     Fault {
-        broken: io,
+        // Who was a master when it was connected to, and is none any more, is not the one to talk to.
+        broken: io || code == "READONLY",
         passing,
         no_script: code == "NOSCRIPT",
-        refused: !io && !passing,
+        refused: !io && !passing && redirect.is_none(),
+        redirect,
         error: Error::new(kind, text).caused_by(error),
     }
 }
@@ -97,7 +138,7 @@ fn with_code(code: &str) -> (ErrorKind, &'static str, bool) {
             (ErrorKind::Invalid, "the key of this name holds other data; choose another name for the lock", false)
         }
         "MOVED" | "ASK" | "CROSSSLOT" => {
-            (ErrorKind::Unsupported, "the server is part of a cluster; this URL is for a single node", false)
+            (ErrorKind::Unsupported, "the server is part of a cluster; write redis+cluster://", false)
         }
         _ => (ErrorKind::Engine, "the server answered with an error", false),
     }

@@ -1,7 +1,7 @@
 -- Shows one line as it stands; changes nothing.
 --
 -- KEYS: K Q W D, as in line.lua.
--- ARGV: how many waiters to show at most.
+-- ARGV: how many waiters to show at most; how inboxes are named on a cluster, as in line.lua.
 -- Reply: server time in µs, value of K or false, its time to live in ms,
 --        holders together {owner, end of lease µs, record, …}, waiters {owner, record, …}.
 local call = redis.call
@@ -22,11 +22,13 @@ if cur and (cur == 'fencelock:shared' or string.match(cur, '^fencelock:permit:')
 end
 -- A waiter whose client does not listen is dead, or on its way back to its place.
 local listens = {}
+local how, suffix = string.match(ARGV[2], '^(%a)(.*)$')
+local count = how == 's' and 'SHARDNUMSUB' or 'NUMSUB'
 for _, owner in ipairs(call('ZRANGE', Q, 0, tonumber(ARGV[1]) - 1)) do
   local record = call('HGET', W, owner) or ''
   local session = string.match(record, '^w\n%a\n%d+\n%d+\n%d+\n(%x+)\n')
   if session then
-    if not listens[session] then listens[session] = call('PUBSUB', 'NUMSUB', 'fencelock:inbox:' .. session)[2] end
+    if not listens[session] then listens[session] = call('PUBSUB', count, 'fencelock:inbox:' .. session .. (suffix or ''))[2] end
     if listens[session] > 0 then
       waiters[#waiters + 1] = owner
       waiters[#waiters + 1] = record

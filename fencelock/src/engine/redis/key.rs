@@ -2,11 +2,13 @@
 
 use std::sync::LazyLock;
 
-const SLOTS: u16 = 16_384;
+pub(super) const SLOTS: u16 = 16_384;
 
 /// The keys of one lock.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Keys {
+    /// Of a cluster; all keys of the lock fall into it.
+    pub(super) slot: u16,
     pub(super) main: String,
     pub(super) queue: String,
     pub(super) records: String,
@@ -18,6 +20,7 @@ impl Keys {
     pub(super) fn of(name: &str) -> Self {
         let companion = |part: char| companion(name, part);
         Self {
+            slot: slot(tag(name).unwrap_or(name).as_bytes()),
             main: name.to_owned(),
             queue: companion('q'),
             records: companion('w'),
@@ -29,6 +32,15 @@ impl Keys {
 
 /// The newest token of a server.
 pub(super) const NEWEST: &str = "fencelock:t";
+/// The process that grants; see `takeover.lua`.
+pub(super) const GRANTING: &str = "fencelock:n";
+/// While it exists, nothing is granted to new owners.
+pub(super) const QUARANTINE: &str = "fencelock:g";
+
+/// A short text in braces that moves a key, or a channel, to this slot of a cluster.
+pub(super) fn tag_of(slot: u16) -> String {
+    format!("{{{}}}", TAGS[usize::from(slot % SLOTS)])
+}
 
 /// Matches the keys of all lines in which somebody waits; see [`name_of`].
 pub(super) const QUEUE_PATTERN: &str = "fencelock:[0-2]q:*";

@@ -11,7 +11,9 @@
 --   W  records of waiters, and of those who hold together: a hash by owner
 --   D  ends of the leases of those who hold together, in µs: a sorted set by owner
 -- and at the end T, the newest token of all locks that share it. A token is a time in µs, that of the grant, or later.
--- ARGV: claim window ms, life of T ms, life of Q, W and X ms; then per group:
+-- ARGV: claim window ms, life of T ms, life of Q, W and X ms; 1 in quarantine (see takeover.lua): nothing is granted to new
+--   owners, except by the release of one who holds alone; how inboxes are named on a cluster (s: or p: and what is appended;
+--   empty elsewhere); then per group:
 --   operation, count, ttl ms, what is noted of the owners (\n session \n label), then each owner
 --   (for n, r and x the owner is followed by ':' token \n if that is known: then only this hold is meant, and no other one of
 --   the same owner)
@@ -22,6 +24,7 @@
 --   token held for the ttl          {2, arrival, look again in ms, 1 if a foreigner holds and this is the first} waiting
 --   {3} busy                        {4, 1 freed | 2 withdrawn | 0 nothing}     {5, 1 | 0} renewed or gone
 --   {6, n} in use with n permits    {7} its owner has given it up              {8, count} evicted
+--   {9} quarantine
 --   and, short for the common cases, 4 for {4, 1} and 5 for {5, 1}
 -- Invariants: K decides who holds; D and the holders in W mean nothing without it. Nobody is granted a lock past a living
 -- waiter. A granted waiter holds for the claim window, until it looks or renews.
@@ -62,6 +65,7 @@ local function set_up()
   if not now then tell_time() end
   local match = string.match
   local window, linger, kept = tonumber(ARGV[1]), ARGV[3], tonumber(ARGV[2])
+  local quarantined = ARGV[4] == '1'
   local SHARED, PERMIT = 'fencelock:shared', 'fencelock:permit:'
   local recheck = 5000
 
@@ -126,7 +130,11 @@ local function set_up()
     prolong(K, W, D)
   end
 
-  local function send(session, word) return call('PUBLISH', 'fencelock:inbox:' .. session, word) end
+  -- On a cluster, messages of sharded channels stay on this node.
+  local how, suffix = match(ARGV[5], '^(%a)(.*)$')
+  local function send(session, word)
+    return call(how == 's' and 'SPUBLISH' or 'PUBLISH', 'fencelock:inbox:' .. session .. (suffix or ''), word)
+  end
 
   -- In how many ms the first in line should look for itself if nobody tells it anything: when a lease ends, and every now and
   -- then, since a word can get lost. Behind a client of the common recipe, which tells nobody when it releases, soon; then the
@@ -145,7 +153,8 @@ local function set_up()
 
   -- Hands over to the waiters that the rule lets hold, skipping those whose client is not there; then, if the line has
   -- moved, tells the one that is first now when to look.
-  local function settle(K, Q, W, D, moved)
+  local function settle(K, Q, W, D, moved, surely_free)
+    if quarantined and not surely_free then return end
     while true do
       local owner = call('ZRANGE', Q, 0, 0)[1]
       if not owner then return end
@@ -224,6 +233,7 @@ local function set_up()
     if call('ZSCORE', X, owner) then return {7} end
     local token = held(current(K, W, D), K, W, D, owner, mode, of, ttl, note)
     if token then return token end
+    if quarantined then return op == 't' and call('EXISTS', K) == 1 and {3} or {9} end
     if mode == 'p' then
       local known = other_permits(call('GET', K), Q, W, of)
       if known then return {6, known} end
@@ -267,8 +277,10 @@ local function set_up()
   local function remove(K, Q, W, D, owner, token)
     local cur = call('GET', K)
     local alone, known = owner_of(cur)
+    local surely_free = false
     if alone == owner and (token == '' or token == known) then
       call('DEL', K)
+      surely_free = true
     elseif together(cur) and is_hold(W, owner, token) and call('ZREM', D, owner) == 1 then
       call('HDEL', W, owner)
       if call('ZCARD', D) == 0 then call('DEL', K) else prolong(K, W, D) end
@@ -279,7 +291,7 @@ local function set_up()
       if first then settle(K, Q, W, D, true) end
       return 2
     end
-    settle(K, Q, W, D, true)
+    settle(K, Q, W, D, true, surely_free)
     return 1
   end
 
@@ -348,14 +360,14 @@ local replies = {0}
 local slow
 
 -- A group at a time: its first key, its first owner, how many operations it has.
-local key, at = 1, 4
+local key, at = 1, 6
 while at <= #ARGV do
   local op, count, ttl, note = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2], ARGV[at + 3]
   at = at + 4
   local last = key + count - 1
   local free, token, token_text, values
   local all_ours = op == 'r'
-  if op == 'ae' or op == 'te' then
+  if (op == 'ae' or op == 'te') and ARGV[4] == '0' then
     free = call('EXISTS', unpack(KEYS, key, key + 3 * count - 1)) == 0
   elseif op == 'r' or op == 'n' then
     values = call('MGET', unpack(KEYS, key, last))

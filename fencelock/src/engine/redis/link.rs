@@ -2,10 +2,15 @@
 //! when it breaks, and always subscribed to this client's inbox.
 
 use super::fault::{Fault, fault};
+use super::find::Finder;
+use super::key::tag_of;
+use super::takeover::{self, Policy, Quarantine, Server};
 use crate::{Clock, Moment, Owner};
 use redis::aio::MultiplexedConnection;
-use redis::{AsyncConnectionConfig, Client, Cmd, PushInfo, PushKind, RedisError, Value};
-use std::sync::{Mutex, PoisonError};
+use redis::{AsyncConnectionConfig, Cmd, Pipeline, PushInfo, PushKind, RedisError, Value};
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::mpsc;
 
@@ -34,45 +39,74 @@ impl Push {
     }
 }
 
-struct Open {
+/// A connection in use.
+#[derive(Clone)]
+pub(super) struct Open {
     connection: MultiplexedConnection,
     generation: u64,
+    quarantine: Option<Quarantine>,
+    /// Channels can belong to a slot, so that their messages stay on one node of a cluster (Redis 7).
+    sharded: bool,
+    /// Slots for which words are listened to, on a cluster.
+    listens: Arc<Mutex<HashSet<u16>>>,
+}
+
+impl Open {
+    pub(super) fn quarantine(&self) -> Option<Quarantine> {
+        self.quarantine.filter(|quarantine| !quarantine.left().is_zero())
+    }
+
+    /// What `line.lua` appends to the names of inboxes on a cluster; starts with `s` if they are sharded.
+    pub(super) fn inbox_suffix(&self, tag: &str) -> String {
+        match (tag, self.sharded) {
+            ("", _) => String::new(),
+            (tag, true) => format!("s:{tag}"),
+            (tag, false) => format!("p:{tag}"),
+        }
+    }
+}
+
+/// What a link is made of.
+pub(super) struct Plan {
+    pub(super) finder: Finder,
+    pub(super) session: Arc<str>,
+    pub(super) timeout: Duration,
+    pub(super) policy: Policy,
+    /// The longest lease that this client has asked for, in ms.
+    pub(super) longest: Arc<AtomicU64>,
+    /// The part of the markers' names that differs from node to node of a cluster; empty elsewhere.
+    pub(super) place: Mutex<String>,
+    pub(super) pushes: mpsc::UnboundedSender<(u64, Push)>,
 }
 
 pub(super) struct Link {
-    client: Client,
-    /// The channel on which words for this client arrive.
-    inbox: String,
-    timeout: Duration,
+    plan: Plan,
     open: Mutex<Option<Open>>,
     /// Only one task connects.
-    connecting: tokio::sync::Mutex<u64>,
-    pushes: mpsc::UnboundedSender<(u64, Push)>,
+    connecting: tokio::sync::Mutex<()>,
     /// A moment of the local clock that lay before that server time in µs.
     server_time: Mutex<Option<(Moment, u64)>>,
 }
 
+/// Numbers connections, of all links.
+static GENERATION: AtomicU64 = AtomicU64::new(1);
+
 impl Link {
-    pub(super) fn new(
-        client: Client,
-        session: &str,
-        timeout: Duration,
-        pushes: mpsc::UnboundedSender<(u64, Push)>,
-    ) -> Self {
-        Self {
-            client,
-            inbox: format!("fencelock:inbox:{session}"),
-            timeout,
-            open: Mutex::new(None),
-            connecting: tokio::sync::Mutex::new(0),
-            pushes,
-            server_time: Mutex::new(None),
-        }
+    pub(super) fn new(plan: Plan) -> Self {
+        Self { plan, open: Mutex::new(None), connecting: tokio::sync::Mutex::new(()), server_time: Mutex::new(None) }
     }
 
-    fn current(&self) -> Option<(MultiplexedConnection, u64)> {
-        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
-        open.as_ref().map(|open| (open.connection.clone(), open.generation))
+    pub(super) fn timeout(&self) -> Duration {
+        self.plan.timeout
+    }
+
+    fn current(&self) -> Option<Open> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// For how long nothing is granted, and why; as far as the present connection tells.
+    pub(super) fn quarantine(&self) -> Option<Quarantine> {
+        self.current().and_then(|open| open.quarantine())
     }
 
     /// Gives up a connection that broke, if it is still the one in use.
@@ -83,67 +117,170 @@ impl Link {
         }
     }
 
-    /// Gives up the connection, whichever it is: the runtime that drives it is going away.
-    pub(super) fn orphan(&self) {
+    /// Gives up the connection, whichever it is.
+    pub(super) fn drop_connection(&self) {
         *self.open.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
+    /// Resolves when another server has become the one to talk to.
+    pub(super) async fn moved(&self) {
+        self.plan.finder.moved().await;
+    }
+
     /// The connection; makes one if there is none.
-    pub(super) async fn connection(&self) -> Result<(MultiplexedConnection, u64), Fault> {
+    pub(super) async fn open(&self) -> Result<Open, Fault> {
         if let Some(open) = self.current() {
             return Ok(open);
         }
-        let mut generation = self.connecting.lock().await;
+        let _alone = self.connecting.lock().await;
         if let Some(open) = self.current() {
             return Ok(open);
         }
-        *generation += 1;
-        let number = *generation;
-        let pushes = self.pushes.clone();
+        let open = self.connect().await?;
+        *self.open.lock().unwrap_or_else(PoisonError::into_inner) = Some(open.clone());
+        Ok(open)
+    }
+
+    async fn connect(&self) -> Result<Open, Fault> {
+        let Plan { timeout, session, .. } = &self.plan;
+        let client = self.plan.finder.server(*timeout).await?;
+        let generation = GENERATION.fetch_add(1, Ordering::Relaxed);
+        let pushes = self.plan.pushes.clone();
         let config = AsyncConnectionConfig::new()
-            .set_connection_timeout(Some(self.timeout))
-            .set_response_timeout(Some(self.timeout))
+            .set_connection_timeout(Some(*timeout))
+            .set_response_timeout(Some(*timeout))
             .set_push_sender(move |push: PushInfo| {
                 // Nobody to tell is no reason to break the connection.
                 if let Some(push) = read_push(&push) {
-                    let _ = pushes.send((number, push));
+                    let _ = pushes.send((generation, push));
                 }
                 Ok::<(), redis::aio::SendError>(())
             });
         let connecting = async {
-            let mut connection = self.client.get_multiplexed_async_connection_with_config(&config).await?;
-            connection.subscribe(&self.inbox).await?;
+            let mut connection = client.get_multiplexed_async_connection_with_config(&config).await?;
+            connection.subscribe(format!("fencelock:inbox:{session}")).await?;
             Ok::<_, RedisError>(connection)
         };
         // Nothing that matters was sent: whatever went wrong, the engine was not reached.
-        let connection = connecting.await.map_err(|error| fault(error, false))?;
-        let open = Open { connection: connection.clone(), generation: number };
-        *self.open.lock().unwrap_or_else(PoisonError::into_inner) = Some(open);
-        Ok((connection, number))
+        let mut connection = connecting.await.map_err(|error| fault(error, false))?;
+        let mut open = Open {
+            connection: connection.clone(),
+            generation,
+            quarantine: None,
+            sharded: false,
+            listens: Arc::default(),
+        };
+        if self.plan.policy != Policy::Off || self.is_in_cluster() {
+            let server = takeover::look(&mut connection).await?;
+            open.sharded = server.sharded_channels();
+            let longest = self.plan.longest.load(Ordering::Relaxed);
+            open.quarantine = self.check(&mut connection, &server, longest).await?;
+        }
+        if let Some(quarantine) = open.quarantine() {
+            tracing::warn!("nothing is granted to new owners for {:.1?}: {}", quarantine.left(), quarantine.reason());
+        }
+        Ok(open)
+    }
+
+    fn place(&self) -> String {
+        self.plan.place.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn is_in_cluster(&self) -> bool {
+        !self.place().is_empty()
+    }
+
+    /// This node serves other slots than before: the marker of who grants belongs into one of them.
+    pub(super) fn move_to(&self, place: String) {
+        let mut now = self.plan.place.lock().unwrap_or_else(PoisonError::into_inner);
+        if *now != place {
+            *now = place;
+            drop(now);
+            // It is written when the next connection is made.
+            self.drop_connection();
+        }
+    }
+
+    async fn check(
+        &self,
+        connection: &mut MultiplexedConnection,
+        server: &Server,
+        longest: u64,
+    ) -> Result<Option<Quarantine>, Fault> {
+        if self.plan.policy == Policy::Off {
+            return Ok(None);
+        }
+        takeover::check(connection, server, self.plan.policy, Duration::from_millis(longest), &self.place()).await
+    }
+
+    /// Makes sure that a successor of this server would wait for as long as this lease.
+    pub(super) async fn announce(&self, lease: Duration) -> Result<(), Fault> {
+        let longest = u64::try_from(lease.as_millis()).unwrap_or(u64::MAX);
+        if self.plan.policy == Policy::Off || self.plan.longest.load(Ordering::Relaxed) >= longest {
+            return Ok(());
+        }
+        let open = self.open().await?;
+        let mut connection = open.connection.clone();
+        let announcing = async {
+            let server = takeover::look(&mut connection).await?;
+            self.check(&mut connection, &server, longest).await
+        };
+        if let Err(fault) = announcing.await {
+            if fault.broken {
+                self.broke(open.generation);
+            }
+            return Err(fault);
+        }
+        self.plan.longest.fetch_max(longest, Ordering::Relaxed);
+        Ok(())
     }
 
     /// Sends one command and returns its answer.
-    pub(super) async fn send(&self, command: &Cmd) -> Result<Value, Fault> {
-        let (mut connection, generation) = self.connection().await?;
-        connection.send_packed_command(command).await.and_then(Value::extract_error).map_err(|error| {
-            let fault = fault(error, true);
-            if fault.broken {
-                self.broke(generation);
-            }
-            fault
+    pub(super) async fn send_to(&self, open: &Open, command: &Cmd) -> Result<Value, Fault> {
+        let answer = open.connection.clone().send_packed_command(command).await;
+        answer.and_then(Value::extract_error).map_err(|error| self.failed(open, error))
+    }
+
+    /// Sends several commands together and returns their answers.
+    pub(super) async fn send_all(&self, open: &Open, commands: &Pipeline) -> Result<Vec<Value>, Fault> {
+        let answer = open.connection.clone().send_packed_commands(commands, 0, commands.len()).await;
+        let values = answer.map_err(|error| self.failed(open, error))?;
+        values.into_iter().map(|value| value.extract_error().map_err(|error| self.failed(open, error))).collect()
+    }
+
+    fn failed(&self, open: &Open, error: RedisError) -> Fault {
+        let fault = fault(error, true);
+        if fault.broken {
+            self.broke(open.generation);
+        }
+        fault
+    }
+
+    /// On a cluster: listens for words about the locks of this slot.
+    pub(super) async fn listen_at(&self, open: &Open, slot: u16) -> Result<(), Fault> {
+        if !open.listens.lock().unwrap_or_else(PoisonError::into_inner).insert(slot) {
+            return Ok(());
+        }
+        let channel = format!("fencelock:inbox:{}:{}", self.plan.session, tag_of(slot));
+        let mut subscribe = redis::cmd(if open.sharded { "SSUBSCRIBE" } else { "SUBSCRIBE" });
+        subscribe.arg(channel).set_no_response(true);
+        let answer = open.connection.clone().send_packed_command(&subscribe).await;
+        answer.map(drop).map_err(|error| {
+            open.listens.lock().unwrap_or_else(PoisonError::into_inner).remove(&slot);
+            self.failed(open, error)
         })
     }
 
     /// Asks to be told when a key is deleted or expires; a server that is not configured to tell does not.
     pub(super) async fn watch_key(&self, channel: &str) {
-        if let Some((mut connection, _)) = self.current() {
-            let _ = connection.subscribe(channel).await;
+        if let Some(mut open) = self.current() {
+            let _ = open.connection.subscribe(channel).await;
         }
     }
 
     pub(super) async fn unwatch_key(&self, channel: &str) {
-        if let Some((mut connection, _)) = self.current() {
-            let _ = connection.unsubscribe(channel).await;
+        if let Some(mut open) = self.current() {
+            let _ = open.connection.unsubscribe(channel).await;
         }
     }
 
@@ -166,7 +303,7 @@ impl Link {
 fn read_push(push: &PushInfo) -> Option<Push> {
     match push.kind {
         PushKind::Disconnection => Some(Push::Broken),
-        PushKind::Message => {
+        PushKind::Message | PushKind::SMessage => {
             let [channel, message] = push.data.as_slice() else { return None };
             let (channel, message) = (text(channel)?, text(message)?);
             match channel.split_once("__:") {

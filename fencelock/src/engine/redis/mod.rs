@@ -1,129 +1,44 @@
-//! Redis, one node: the line lives in one script; waiting is by push through one inbox per client.
+//! Redis: the line lives in one script; waiting is by push through one inbox per client. One server, one that Sentinels watch
+//! over, or a cluster: that is only how the server of a lock is found.
 //!
 //! * `line.lua`, `inspect.lua`: all that happens to a lock, atomically.
+//! * `address`: the URLs.
 //! * `key`: the keys of a lock.
-//! * `link`: the connection, and what the server pushes.
+//! * `node`, `find`, `cluster`: which server a lock lives on.
+//! * `link`: the connection to a server, and what it pushes.
+//! * `takeover`: servers that took over from others, and must wait.
 //! * `post`: batching.
 //! * `fault`: what an error means.
 //!
-//! See `docs/engines/redis.md`.
+//! See `docs/engines/redis.md` and `docs/engines/redis-ha.md`.
 
+mod address;
+mod cluster;
 mod fault;
+mod find;
 mod key;
 mod link;
+mod node;
 mod post;
 mod status;
+mod takeover;
 
+pub(crate) use self::address::open;
+use self::fault::{Fault, told};
 use self::key::Keys;
 use self::link::{Link, Push};
-use self::post::{Answer, Op, Post, Reply, Who};
+use self::node::Nodes;
+use self::post::{Answer, Op, Reply, Who};
 use super::{Capability, Engine, Purpose};
-use crate::url::Url;
 use crate::{
     Claim, Clock, Error, ErrorKind, Grant, Hold, Mode, Moment, Name, Owner, Release, Renewal, Result, Status, Token,
 };
 use async_trait::async_trait;
-use redis::{ConnectionAddr, ConnectionInfo, IntoConnectionInfo, ProtocolVersion, TlsCertificates};
-use rustls::crypto::CryptoProvider;
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use tokio::sync::mpsc;
-
-const OPTIONS: [&str; 6] = ["ttl", "timeout", "patience", "ca", "cert", "key"];
-
-/// Opens the server that the URL names, and makes sure that it answers.
-pub(crate) async fn open(url: &Url, text: &str) -> Result<RedisEngine> {
-    let mut url = url.clone();
-    let timeout = url.take_duration("timeout")?.unwrap_or(Duration::from_secs(2));
-    let patience = url.take_duration("patience")?.unwrap_or(Duration::from_secs(5));
-    let tls = tls(&mut url)?;
-    url.finish(&OPTIONS)?;
-    let (info, address) = connection_info(&url, text)?;
-    if matches!(info.addr(), ConnectionAddr::TcpTls { .. }) && CryptoProvider::get_default().is_none() {
-        // TLS panics in a program that has chosen no cryptography. Somebody else may choose at the same moment: that is as good.
-        let _ = rustls::crypto::ring::default_provider().install_default();
-    }
-    let db = info.redis_settings().db();
-    let client = match tls {
-        Some(tls) => redis::Client::build_with_tls(info, tls),
-        None => redis::Client::open(info),
-    };
-    let client = client.map_err(|error| fault::fault(error, false).error)?;
-    let session = Owner::random().to_string();
-    let (pushes, arrived) = mpsc::unbounded_channel();
-    let link = Arc::new(Link::new(client, &session, timeout, pushes));
-    let engine = RedisEngine {
-        post: Arc::new(Post::new(Arc::clone(&link), patience)),
-        link,
-        session: session.into(),
-        waiting: Mutex::default(),
-        arrived: tokio::sync::Mutex::new(arrived),
-        keys: Mutex::default(),
-        note: Mutex::new((String::new(), "".into())),
-        address,
-        db,
-    };
-    engine.link.connection().await.map_err(|fault| fault.error.at_engine(&engine.address))?;
-    Ok(engine)
-}
-
-fn tls(url: &mut Url) -> Result<Option<TlsCertificates>> {
-    let mut read = |option: &str| {
-        url.take(option)
-            .map(|path| {
-                std::fs::read(&path).map_err(|error| {
-                    Error::invalid(format!("option {option}={path}: cannot read the file")).caused_by(error)
-                })
-            })
-            .transpose()
-    };
-    let (ca, cert, key) = (read("ca")?, read("cert")?, read("key")?);
-    let client_tls = match (cert, key) {
-        (Some(client_cert), Some(client_key)) => Some(redis::ClientTlsConfig { client_cert, client_key }),
-        (None, None) => None,
-        _ => return Err(Error::invalid("options cert and key go together: the client's certificate and its key")),
-    };
-    if ca.is_none() && client_tls.is_none() {
-        return Ok(None);
-    }
-    if url.scheme != "rediss" {
-        return Err(Error::invalid("options ca, cert and key need TLS; write rediss://"));
-    }
-    Ok(Some(TlsCertificates { client_tls, root_cert: ca }))
-}
-
-/// What to connect to, and the address to show: without secrets.
-fn connection_info(url: &Url, text: &str) -> Result<(ConnectionInfo, String)> {
-    let bare = text.split_once('?').map_or(text, |(bare, _)| bare);
-    let bare = bare.strip_prefix("redis+").unwrap_or(bare);
-    let info = bare.into_connection_info().map_err(|error| {
-        Error::invalid(format!(
-            "not a Redis URL; write {}://[user:password@]host[:port][/db], or redis+unix:///path",
-            url.scheme
-        ))
-        .caused_by(error.detail().unwrap_or("it cannot be parsed").to_owned())
-    })?;
-    let settings = info
-        .redis_settings()
-        .clone()
-        .set_protocol(ProtocolVersion::RESP3)
-        .set_lib_name("fencelock", env!("CARGO_PKG_VERSION"));
-    let tcp = info.tcp_settings().clone().set_nodelay(true);
-    let info = info.set_redis_settings(settings).set_tcp_settings(tcp);
-    let db = match info.redis_settings().db() {
-        0 => String::new(),
-        db => format!("/{db}"),
-    };
-    let address = match info.addr() {
-        ConnectionAddr::Tcp(host, port) => format!("redis://{host}:{port}{db}"),
-        ConnectionAddr::TcpTls { host, port, .. } => format!("rediss://{host}:{port}{db}"),
-        ConnectionAddr::Unix(path) => format!("redis+unix://{}", path.display()),
-        _ => url.scheme.clone(),
-    };
-    Ok((info, address))
-}
+use tokio::sync::{Notify, mpsc};
 
 /// Who of this client waits, for which key, and how to tell it.
 #[derive(Default)]
@@ -155,10 +70,9 @@ impl Waiting {
     }
 }
 
-/// An engine on one Redis server.
+/// An engine on Redis.
 pub(crate) struct RedisEngine {
-    link: Arc<Link>,
-    post: Arc<Post>,
+    nodes: Nodes,
     session: Arc<str>,
     waiting: Mutex<Waiting>,
     /// What the server pushed; the keeper's task takes it from here.
@@ -167,6 +81,8 @@ pub(crate) struct RedisEngine {
     keys: Mutex<HashMap<Name, Arc<Keys>>>,
     /// The newest label, and what the server notes for it.
     note: Mutex<(String, Arc<str>)>,
+    /// Told when a connection broke: whoever took over may not know of our holds.
+    doubt: Notify,
     address: String,
     db: i64,
 }
@@ -245,14 +161,21 @@ impl RedisEngine {
     }
 
     /// Waits until it is worth asking again, or until the grant arrives.
-    async fn wait(&self, claim: &Claim, told: &mut Expected<'_>, look: Duration, repeated: bool) -> Option<Grant> {
+    async fn wait(
+        &self,
+        claim: &Claim,
+        keys: &Keys,
+        told: &mut Expected<'_>,
+        look: Duration,
+        repeated: bool,
+    ) -> Option<Grant> {
         let mut until = Clock::Boot.now().after(look);
         loop {
             tokio::select! {
                 biased;
                 push = told.told.recv() => match push {
                     Some(Push::Granted { token, at, lease, .. }) => {
-                        let from = self.link.local(at);
+                        let from = self.nodes.of(keys)?.link.local(at);
                         // Told late: only the server knows whether it still stands.
                         let late = Clock::Boot.now() >= from.after(lease / 2);
                         let grant = Grant::new(Token::new(token), claim.mode, from, seat(Token::new(token), repeated));
@@ -264,6 +187,45 @@ impl RedisEngine {
                     _ => return None,
                 },
                 () = Clock::Boot.sleep_until(until) => return None,
+            }
+        }
+    }
+
+    /// How long to wait before asking again.
+    fn wait_out_quarantine(&self, claim: &Claim, keys: &Keys) -> Duration {
+        let Some(quarantine) = self.nodes.quarantine(keys) else { return Duration::from_millis(10) };
+        tracing::warn!(name = %claim.name, "waiting for {:.1?}: {}", quarantine.left(), quarantine.reason());
+        quarantine.left() + Duration::from_millis(1)
+    }
+
+    fn quarantined(&self, keys: &Keys) -> Error {
+        let why = self.nodes.quarantine(keys).map_or_else(
+            || "the server has just ended its quarantine; try again".to_owned(),
+            |quarantine| {
+                format!(
+                    "{}; nothing new is granted for another {:.1?} (with quarantine=off in the URL at once)",
+                    quarantine.reason(),
+                    quarantine.left()
+                )
+            },
+        );
+        Error::new(ErrorKind::Unavailable, why)
+    }
+
+    /// A grant that was handed over counts when enough replicas have it. The one who handed over cannot wait for that.
+    async fn confirmed(&self, claim: &Claim, grant: Grant) -> Result<Grant> {
+        if self.nodes.replicas() == 0 {
+            return Ok(grant);
+        }
+        let hold = Hold::of(claim, Some(&grant));
+        match self.nodes.submit(self.hold_op("n", &hold)).await {
+            Ok(Answer { reply: Reply::Renewed(true), sent, .. }) => {
+                Ok(Grant { from: sent, provisional: None, ..grant })
+            }
+            Ok(_) => Err(Error::new(ErrorKind::Unavailable, "the lock was handed over and lost at once; try again")),
+            Err(fault) => {
+                let _ = self.release(&hold).await;
+                Err(fault.error)
             }
         }
     }
@@ -300,8 +262,7 @@ struct Home<'a>(&'a RedisEngine);
 
 impl Drop for Home<'_> {
     fn drop(&mut self) {
-        self.0.link.orphan();
-        self.0.post.orphan();
+        self.0.nodes.all().iter().for_each(|node| node.orphan());
     }
 }
 
@@ -325,10 +286,11 @@ struct KeyWatch {
 }
 
 impl KeyWatch {
-    async fn start(engine: &RedisEngine, name: &Name) -> Self {
-        let watch = Self { link: Arc::clone(&engine.link), channel: format!("__keyspace@{}__:{name}", engine.db) };
+    async fn start(engine: &RedisEngine, keys: &Keys) -> Option<Self> {
+        let link = Arc::clone(&engine.nodes.of(keys)?.link);
+        let watch = Self { link, channel: format!("__keyspace@{}__:{}", engine.db, keys.main) };
         watch.link.watch_key(&watch.channel).await;
-        watch
+        Some(watch)
     }
 }
 
@@ -371,53 +333,56 @@ impl Engine for RedisEngine {
 
     async fn acquire(&self, claim: &Claim, wait: bool) -> Result<Option<Grant>> {
         let mut op = self.claim_op(claim, wait);
+        self.nodes.announce(&op.keys, claim.ttl).await.map_err(told)?;
         if !wait {
-            return match self.post.submit(op).await? {
+            return match self.nodes.submit(op.clone()).await.map_err(told)? {
                 Answer { reply: Reply::Busy, .. } => Ok(None),
+                Answer { reply: Reply::Quarantined, .. } => Err(self.quarantined(&op.keys)),
                 answer => held(claim, &answer, answer.repeated).map(Some),
             };
         }
         // Only who must wait is expected to be told anything.
-        let mut told = None;
+        let mut place = None;
         let mut watch = None;
         let mut repeated = false;
         loop {
             let breaks = self.waiting().breaks;
-            let answer = self.post.submit(op.clone()).await;
+            let answer = self.nodes.submit(op.clone()).await.map_err(told);
             repeated |=
                 answer.as_ref().map_or_else(|error| error.kind() == ErrorKind::Ambiguous, |answer| answer.repeated);
             let mut look = match answer {
                 Ok(Answer { reply: Reply::Waits { arrival, look, foreign }, .. }) => {
                     op.code = with_arrival(claim.mode, wait, arrival).into();
                     if foreign && watch.is_none() {
-                        watch = Some(KeyWatch::start(self, &claim.name).await);
+                        watch = KeyWatch::start(self, &op.keys).await;
                     }
                     look
                 }
+                Ok(Answer { reply: Reply::Quarantined, .. }) => self.wait_out_quarantine(claim, &op.keys),
                 Ok(answer) => return held(claim, &answer, repeated).map(Some),
                 // Who has a place in line keeps it while the server is away.
-                Err(error) if told.is_some() && passing(&error) => Duration::from_millis(200),
+                Err(error) if place.is_some() && passing(&error) => Duration::from_millis(200),
                 Err(error) => return Err(error),
             };
-            if told.is_none() {
-                told = Some(self.expect(claim.owner, &op.keys)?);
+            if place.is_none() {
+                place = Some(self.expect(claim.owner, &op.keys)?);
                 if self.waiting().breaks != breaks {
                     look = Duration::ZERO;
                 }
             }
-            if let Some(told) = &mut told
-                && let Some(grant) = self.wait(claim, told, look, repeated).await
+            if let Some(place) = &mut place
+                && let Some(grant) = self.wait(claim, &op.keys, place, look, repeated).await
             {
-                return Ok(Some(grant));
+                return self.confirmed(claim, grant).await.map(Some);
             }
         }
     }
 
     async fn renew(&self, holds: &[Hold]) -> Result<Vec<Renewal>> {
         let ops: Vec<Op> = holds.iter().map(|hold| self.hold_op("n", hold)).collect();
-        let mut outcomes = self.post.submit_all(&ops).await;
+        let mut outcomes = self.nodes.submit_all(&ops).await;
         if outcomes.iter().all(Result::is_err)
-            && let Some(Err(error)) = outcomes.pop()
+            && let Some(Err(Fault { error, .. })) = outcomes.pop()
         {
             return Err(error);
         }
@@ -426,8 +391,8 @@ impl Engine for RedisEngine {
             renewals.push(match outcome {
                 Ok(Answer { reply: Reply::Renewed(true), sent, .. }) => Renewal::Extended { from: sent },
                 Ok(_) => Renewal::Gone,
-                Err(error) => {
-                    tracing::debug!("renewal: {error}");
+                Err(fault) => {
+                    tracing::debug!("renewal: {}", fault.error);
                     Renewal::Unknown
                 }
             });
@@ -439,7 +404,7 @@ impl Engine for RedisEngine {
         // A claim that was given up before its answer came, or was sent twice, may still be on its way.
         let once = hold.seat.is_some_and(|seat| seat & 1 == 0);
         let code = if once { "r" } else { "x" };
-        match self.post.submit(self.hold_op(code, hold)).await? {
+        match self.nodes.submit(self.hold_op(code, hold)).await.map_err(told)? {
             Answer { reply: Reply::Released(1), .. } => Ok(Release::Freed),
             Answer { reply: Reply::Released(2), .. } => Ok(Release::Withdrawn),
             // An earlier attempt, whose answer was lost, has done it.
@@ -449,18 +414,18 @@ impl Engine for RedisEngine {
     }
 
     async fn standing(&self, name: &Name, owner: Owner) -> Result<Option<Grant>> {
-        let line = status::inspect(&self.post, &self.keys(name), 0).await?;
+        let line = status::inspect(&self.nodes, &self.keys(name), 0).await?;
         Ok(line.grant_of(owner, Clock::Boot.now()))
     }
 
     async fn inspect(&self, name: &Name) -> Result<Status> {
-        Ok(status::inspect(&self.post, &self.keys(name), 10_000).await?.status(name.as_str()))
+        Ok(status::inspect(&self.nodes, &self.keys(name), 10_000).await?.status(name.as_str()))
     }
 
     async fn list(&self, prefix: &str) -> Result<Vec<Status>> {
         let mut found = Vec::new();
-        for name in status::names(&self.post, prefix).await? {
-            let status = status::inspect(&self.post, &Keys::of(&name), 1_000).await?.status(&name);
+        for name in status::names(&self.nodes, prefix).await? {
+            let status = status::inspect(&self.nodes, &Keys::of(&name), 1_000).await?.status(&name);
             if status.is_held() || !status.waiters.is_empty() {
                 found.push(status);
             }
@@ -469,7 +434,7 @@ impl Engine for RedisEngine {
     }
 
     async fn evict(&self, name: &Name) -> Result<usize> {
-        match self.post.submit(self.op("v", name, Owner::random(), Duration::ZERO)).await?.reply {
+        match self.nodes.submit(self.op("v", name, Owner::random(), Duration::ZERO)).await.map_err(told)?.reply {
             Reply::Evicted(count) => Ok(usize::try_from(count).unwrap_or(usize::MAX)),
             _ => Err(Error::new(ErrorKind::Engine, "the script's answer cannot be understood; please report this")),
         }
@@ -478,14 +443,29 @@ impl Engine for RedisEngine {
     async fn drive(&self, lost: mpsc::UnboundedSender<Owner>) {
         let _home = Home(self);
         let mut arrived = self.arrived.lock().await;
-        while let Some((generation, push)) = arrived.recv().await {
+        loop {
+            let push = tokio::select! {
+                push = arrived.recv() => match push {
+                    Some((generation, Push::Broken)) => {
+                        self.nodes.all().iter().for_each(|node| node.link.broke(generation));
+                        Push::Broken
+                    }
+                    Some((_, push)) => push,
+                    None => return,
+                },
+                () = self.nodes.moved() => Push::Broken,
+            };
             if push == Push::Broken {
-                self.link.broke(generation);
                 // Connect at once: until this client listens again, it counts as gone.
-                let _ = self.link.connection().await;
+                let _ = self.nodes.connect().await;
+                self.doubt.notify_one();
             }
             self.route(push, &lost);
         }
+    }
+
+    async fn doubt(&self) {
+        self.doubt.notified().await;
     }
 }
 

@@ -4,8 +4,8 @@
 //! call takes them all. Nobody waits for a batch to fill.
 
 use super::fault::Fault;
-use super::key::{Keys, NEWEST};
-use super::link::Link;
+use super::key::{Keys, NEWEST, tag_of};
+use super::link::{Link, Open};
 use crate::{Clock, Error, ErrorKind, Moment, Owner, Result};
 use redis::{Cmd, Script, Value};
 use std::borrow::Cow;
@@ -19,6 +19,8 @@ use tokio::sync::oneshot;
 const BATCH: usize = 64;
 /// So many calls are under way at the same time; more operations wait for the next call.
 const CALLS: usize = 2;
+/// The same where a call carries operations of one slot only.
+const CALLS_BY_SLOT: usize = 64;
 /// How long a granted waiter has to react before the next one is asked.
 const WINDOW: Duration = Duration::from_millis(900);
 /// How long a token is remembered after the last use of its lock; later ones are above it by the server's clock.
@@ -45,6 +47,16 @@ impl Op {
         if matches!(&*self.code, "r" | "n") { 2 } else { 3 }
     }
 
+    /// Whether its owner may stand in line afterwards.
+    fn may_wait(&self) -> bool {
+        self.code.starts_with('a')
+    }
+
+    /// Whether its answer may say that its owner holds.
+    fn may_hold(&self) -> bool {
+        self.code.starts_with(['a', 't', 'n'])
+    }
+
     fn travels_with(&self, other: &Op) -> bool {
         let same_note = match (&self.note, &other.note) {
             (Some(one), Some(other)) => Arc::ptr_eq(one, other) || one == other,
@@ -69,7 +81,12 @@ impl Who {
     }
 
     pub(super) fn hold(owner: Owner, token: u64) -> Self {
-        let mut who = Self::owner(owner);
+        Self::owner(owner).with_token(token)
+    }
+
+    /// The hold of this owner that has this token.
+    fn with_token(&self, token: u64) -> Self {
+        let mut who = *self;
         let mut rest = &mut who.text[32..];
         // A token has at most 20 digits: there is room.
         let _ = writeln!(rest, ":{token}");
@@ -85,14 +102,22 @@ impl Who {
 /// What `line.lua` answers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Reply {
-    Held { token: u64 },
-    Waits { arrival: u64, look: Duration, foreign: bool },
+    Held {
+        token: u64,
+    },
+    Waits {
+        arrival: u64,
+        look: Duration,
+        foreign: bool,
+    },
     Busy,
     Released(u64),
     Renewed(bool),
     OtherPermits(u64),
     GivenUp,
     Evicted(u64),
+    /// The server grants nothing to new owners at the moment.
+    Quarantined,
 }
 
 /// A reply, and what is known about how it came.
@@ -103,9 +128,11 @@ pub(super) struct Answer {
     pub(super) sent: Moment,
     /// An earlier attempt may have been carried out without our seeing the answer.
     pub(super) repeated: bool,
+    /// How many replicas have it, where that was asked for.
+    pub(super) replicas: Option<usize>,
 }
 
-type Outcome = Result<Answer>;
+pub(super) type Outcome = Result<Answer, Fault>;
 
 #[derive(Default)]
 struct Desk {
@@ -115,15 +142,52 @@ struct Desk {
     era: u64,
 }
 
+impl Desk {
+    fn next_batch(&mut self, by_slot: bool) -> Vec<(Op, oneshot::Sender<Outcome>)> {
+        let Some(slot) = self.queue.front().map(|(op, _)| op.keys.slot) else { return Vec::new() };
+        if !by_slot {
+            let count = self.queue.len().min(BATCH);
+            return self.queue.drain(..count).collect();
+        }
+        let mut count = 0;
+        let (batch, rest): (Vec<_>, Vec<_>) = self.queue.drain(..).partition(|(op, _)| {
+            let fits = op.keys.slot == slot && count < BATCH;
+            count += usize::from(fits);
+            fits
+        });
+        self.queue = rest.into();
+        batch
+    }
+}
+
 pub(super) struct Post {
     link: Arc<Link>,
     desk: Mutex<Desk>,
-    patience: Duration,
+    rules: Rules,
+}
+
+/// How operations are sent.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Rules {
+    /// How long an operation is tried again while the server is away.
+    pub(super) patience: Duration,
+    /// How many replicas must have a grant before it counts.
+    pub(super) replicas: usize,
+    /// The server is a node of a cluster: a call carries operations of one slot only.
+    pub(super) by_slot: bool,
 }
 
 impl Post {
-    pub(super) fn new(link: Arc<Link>, patience: Duration) -> Self {
-        Self { link, desk: Mutex::default(), patience }
+    pub(super) fn new(link: Arc<Link>, rules: Rules) -> Self {
+        Self { link, desk: Mutex::default(), rules }
+    }
+
+    pub(super) fn replicas(&self) -> usize {
+        self.rules.replicas
+    }
+
+    fn calls(&self) -> usize {
+        if self.rules.by_slot { CALLS_BY_SLOT } else { CALLS }
     }
 
     fn desk(&self) -> MutexGuard<'_, Desk> {
@@ -135,7 +199,9 @@ impl Post {
         let mut orphaned = false;
         loop {
             let outcome = match self.stand_at_desk(&op) {
-                Ok(_call) => self.deliver(std::slice::from_ref(&op)).await.pop().unwrap_or_else(|| Err(unreadable())),
+                Ok(_call) => {
+                    self.deliver(std::slice::from_ref(&op)).await.pop().unwrap_or_else(|| Err(Fault::unreadable()))
+                }
                 Err(told) => match told.await {
                     Ok(outcome) => outcome,
                     // The runtime of whoever carried it is gone. It may have been sent.
@@ -152,7 +218,7 @@ impl Post {
     /// Begins a call, or queues up for the next one.
     fn stand_at_desk(self: &Arc<Self>, op: &Op) -> Result<Call, oneshot::Receiver<Outcome>> {
         let mut desk = self.desk();
-        if desk.calls < CALLS && desk.queue.is_empty() {
+        if desk.calls < self.calls() && desk.queue.is_empty() {
             desk.calls += 1;
             return Ok(Call { post: Arc::clone(self), era: desk.era, begun: true });
         }
@@ -167,7 +233,7 @@ impl Post {
         *desk = Desk { era: desk.era + 1, ..Desk::default() };
     }
 
-    /// Carries out many operations, in as many calls as it takes, one after the other.
+    /// Carries out many operations, in as many calls as it takes, one after the other. On a cluster they are of one slot.
     pub(super) async fn submit_all(&self, ops: &[Op]) -> Vec<Outcome> {
         let mut outcomes = Vec::with_capacity(ops.len());
         for chunk in ops.chunks(BATCH) {
@@ -179,57 +245,63 @@ impl Post {
     /// One call, with repetitions: every operation is idempotent by its owner. An operation that the server refuses spoils its
     /// batch; then each is tried by itself.
     async fn deliver(&self, ops: &[Op]) -> Vec<Outcome> {
-        match self.call(ops).await {
-            Ok(answers) => answers.into_iter().map(Ok).collect(),
-            Err(fault) if ops.len() == 1 => vec![Err(fault.error)],
+        match self.call(ops, false).await {
+            Ok(answers) => self.replicated(ops, answers).await,
+            Err(fault) if ops.len() == 1 => vec![Err(fault)],
             Err(fault) if fault.refused => {
                 let mut outcomes = Vec::with_capacity(ops.len());
                 for op in ops {
-                    let alone = self.call(std::slice::from_ref(op)).await;
-                    let alone = alone.map_err(|fault| fault.error);
-                    let answer = alone.and_then(|mut answers| answers.pop().ok_or_else(unreadable));
+                    let alone = Box::pin(self.deliver(std::slice::from_ref(op))).await.pop();
                     // The batch may have got as far as this one before it was refused.
-                    outcomes.push(answer.map(|answer| Answer { repeated: true, ..answer }));
+                    let alone = alone.unwrap_or_else(|| Err(Fault::unreadable()));
+                    outcomes.push(alone.map(|answer| Answer { repeated: true, ..answer }));
                 }
                 outcomes
             }
-            Err(fault) => {
-                let again = || Error::new(fault.error.kind(), fault.error.to_string());
-                ops.iter().map(|_| Err(again())).collect()
-            }
+            Err(fault) => ops.iter().map(|_| Err(fault.again())).collect(),
         }
     }
 
-    async fn call(&self, ops: &[Op]) -> Result<Vec<Answer>, Fault> {
-        let give_up = Clock::Boot.now().after(self.patience);
+    /// One operation at a node that does not serve its slot yet.
+    pub(super) async fn submit_asking(&self, op: &Op) -> Outcome {
+        let answers = self.call(std::slice::from_ref(op), true).await?;
+        self.replicated(std::slice::from_ref(op), answers).await.pop().unwrap_or_else(|| Err(Fault::unreadable()))
+    }
+
+    /// Takes back what too few replicas have.
+    async fn replicated(&self, ops: &[Op], answers: Vec<Answer>) -> Vec<Outcome> {
+        let wanted = self.rules.replicas;
+        let mut outcomes = Vec::with_capacity(answers.len());
+        for (op, answer) in ops.iter().zip(answers) {
+            let counts = answer.replicas.is_none_or(|have| have >= wanted);
+            outcomes.push(match answer.reply {
+                Reply::Held { token } if !counts => {
+                    let undo = Op { code: "r".into(), who: op.who.with_token(token), note: None, ..op.clone() };
+                    // If this fails as well, the lease ends by itself.
+                    let _ = self.call(std::slice::from_ref(&undo), false).await;
+                    Err(too_few(wanted, answer.replicas))
+                }
+                Reply::Renewed(true) if !counts => Err(too_few(wanted, answer.replicas)),
+                _ => Ok(answer),
+            });
+        }
+        outcomes
+    }
+
+    async fn call(&self, ops: &[Op], asking: bool) -> Result<Vec<Answer>, Fault> {
+        let give_up = Clock::Boot.now().after(self.rules.patience);
         let mut pause = Duration::from_millis(10);
         let mut repeated = false;
         let mut by_hash = true;
         let groups = Group::of(ops);
         loop {
-            let sent = Clock::Boot.now();
-            let fault = match self.link.send(&command(ops, &groups, by_hash)).await {
-                Ok(value) => match read(&value, &groups) {
-                    Some((server, replies)) => {
-                        if server > 0 {
-                            self.link.note_time(sent, server);
-                        }
-                        let answer = |reply| Answer { reply, sent, repeated };
-                        return Ok(replies.into_iter().map(answer).collect());
-                    }
-                    None => {
-                        return Err(Fault {
-                            error: unreadable(),
-                            broken: false,
-                            passing: false,
-                            no_script: false,
-                            refused: true,
-                        });
-                    }
-                },
+            let fault = match self.attempt(ops, &groups, by_hash, asking).await {
+                Ok(answers) => {
+                    return Ok(answers.into_iter().map(|answer| Answer { repeated, ..answer }).collect());
+                }
                 Err(fault) => fault,
             };
-            if fault.no_script {
+            if fault.no_script && by_hash {
                 by_hash = false;
                 continue;
             }
@@ -238,12 +310,63 @@ impl Post {
         }
     }
 
+    async fn attempt(
+        &self,
+        ops: &[Op],
+        groups: &[Group<'_>],
+        by_hash: bool,
+        asking: bool,
+    ) -> Result<Vec<Answer>, Fault> {
+        let open = self.link.open().await?;
+        if self.rules.by_slot && ops.iter().any(Op::may_wait) {
+            self.link.listen_at(&open, ops[0].keys.slot).await?;
+        }
+        let mut pipeline = redis::Pipeline::new();
+        if asking {
+            pipeline.add_command(redis::cmd("ASKING"));
+        }
+        let at = pipeline.len();
+        let sent = Clock::Boot.now();
+        let command = self.command(ops, groups, by_hash, &open);
+        let replicas = self.rules.replicas > 0 && ops.iter().any(Op::may_hold);
+        let values = if replicas || asking {
+            pipeline.add_command(command);
+            if replicas {
+                let span = ops.iter().map(|op| op.ttl / 3).min().unwrap_or_default().min(self.link.timeout() / 2);
+                pipeline.add_command(redis::cmd("WAIT").arg(self.rules.replicas).arg(millis(span)).to_owned());
+            }
+            self.link.send_all(&open, &pipeline).await?
+        } else {
+            vec![self.link.send_to(&open, &command).await?]
+        };
+        let (server, replies) = values.get(at).and_then(|value| read(value, groups)).ok_or_else(Fault::unreadable)?;
+        if server > 0 {
+            self.link.note_time(sent, server);
+        }
+        let replicas = values.get(at + 1).and_then(number).map(|have| usize::try_from(have).unwrap_or(usize::MAX));
+        Ok(replies.into_iter().map(|reply| Answer { reply, sent, repeated: false, replicas }).collect())
+    }
+
+    /// Makes sure that a successor of the server would wait for as long as this lease; with repetitions.
+    pub(super) async fn announce(&self, lease: Duration) -> Result<(), Fault> {
+        let give_up = Clock::Boot.now().after(self.rules.patience);
+        let mut pause = Duration::from_millis(10);
+        while let Err(fault) = self.link.announce(lease).await {
+            wait_it_out(fault, give_up, &mut pause).await?;
+        }
+        Ok(())
+    }
+
     /// Asks something that changes nothing, with repetitions.
-    pub(super) async fn ask(&self, command: &Cmd) -> Result<Value, Fault> {
-        let give_up = Clock::Boot.now().after(self.patience);
+    pub(super) async fn ask(&self, command: impl Fn(&Open) -> Cmd) -> Result<Value, Fault> {
+        let give_up = Clock::Boot.now().after(self.rules.patience);
         let mut pause = Duration::from_millis(10);
         loop {
-            match self.link.send(command).await {
+            let answer = match self.link.open().await {
+                Ok(open) => self.link.send_to(&open, &command(&open)).await,
+                Err(fault) => Err(fault),
+            };
+            match answer {
                 Err(fault) if !fault.no_script => wait_it_out(fault, give_up, &mut pause).await?,
                 answer => return answer,
             }
@@ -277,8 +400,7 @@ impl Call {
         loop {
             let batch: Vec<_> = {
                 let mut desk = self.post.desk();
-                let count = if desk.era == self.era { desk.queue.len().min(BATCH) } else { 0 };
-                desk.queue.drain(..count).collect()
+                if desk.era == self.era { desk.next_batch(self.post.rules.by_slot) } else { Vec::new() }
             };
             if batch.is_empty() {
                 return;
@@ -338,39 +460,54 @@ impl<'a> Group<'a> {
     }
 }
 
-fn command(ops: &[Op], groups: &[Group<'_>], by_hash: bool) -> Cmd {
-    let mut command = Cmd::with_capacity(16 + ops.len() * 4, 256 + ops.len() * 160);
-    command.arg(if by_hash { "EVALSHA" } else { "EVAL" });
-    command.arg(if by_hash { LINE.get_hash() } else { include_str!("line.lua") });
-    let keys: usize = groups.iter().map(|group| group.members.len() * group.like.key_count()).sum();
-    command.arg(keys + 1);
-    for group in groups {
-        let parts: [fn(&Keys) -> &str; 3] = [|keys| &keys.main, |keys| &keys.queue, |keys| &keys.tombstones];
-        for part in parts.iter().take(group.like.key_count()) {
-            for index in &group.members {
-                command.arg(part(&ops[*index].keys));
+impl Post {
+    fn command(&self, ops: &[Op], groups: &[Group<'_>], by_hash: bool, open: &Open) -> Cmd {
+        let mut command = Cmd::with_capacity(16 + ops.len() * 4, 256 + ops.len() * 160);
+        command.arg(if by_hash { "EVALSHA" } else { "EVAL" });
+        command.arg(if by_hash { LINE.get_hash() } else { include_str!("line.lua") });
+        let keys: usize = groups.iter().map(|group| group.members.len() * group.like.key_count()).sum();
+        command.arg(keys + 1);
+        for group in groups {
+            let parts: [fn(&Keys) -> &str; 3] = [|keys| &keys.main, |keys| &keys.queue, |keys| &keys.tombstones];
+            for part in parts.iter().take(group.like.key_count()) {
+                for index in &group.members {
+                    command.arg(part(&ops[*index].keys));
+                }
             }
         }
-    }
-    command.arg(NEWEST);
-    let longest = ops.iter().map(|op| op.ttl).max().unwrap_or_default();
-    command.arg(millis(WINDOW)).arg(millis(REMEMBER + longest)).arg(millis(LINGER));
-    for group in groups {
-        let op = group.like;
-        command.arg(&*op.code).arg(group.members.len()).arg(millis(op.ttl)).arg(op.note.as_deref().unwrap_or_default());
-        for index in &group.members {
-            command.arg(ops[*index].who.as_bytes());
+        let tag = if self.rules.by_slot { tag_of(ops[0].keys.slot) } else { String::new() };
+        command.arg(format!("{NEWEST}{tag}"));
+        let longest = ops.iter().map(|op| op.ttl).max().unwrap_or_default();
+        command.arg(millis(WINDOW)).arg(millis(REMEMBER + longest)).arg(millis(LINGER));
+        command.arg(u8::from(open.quarantine().is_some())).arg(open.inbox_suffix(&tag));
+        for group in groups {
+            let op = group.like;
+            command
+                .arg(&*op.code)
+                .arg(group.members.len())
+                .arg(millis(op.ttl))
+                .arg(op.note.as_deref().unwrap_or_default());
+            for index in &group.members {
+                command.arg(ops[*index].who.as_bytes());
+            }
         }
+        command
     }
-    command
 }
 
 fn millis(span: Duration) -> u64 {
     u64::try_from(span.as_millis()).unwrap_or(u64::MAX)
 }
 
-fn unreadable() -> Error {
-    Error::new(ErrorKind::Engine, "the script's answer cannot be understood; please report this")
+fn too_few(wanted: usize, have: Option<usize>) -> Fault {
+    Fault::passing(Error::new(
+        ErrorKind::Unavailable,
+        format!(
+            "only {} of the {wanted} replicas that the URL asks for have confirmed it in time, so it does not count and was \
+             taken back; are they running?",
+            have.unwrap_or(0)
+        ),
+    ))
 }
 
 /// The server's time, and the replies in the order of the operations.
@@ -404,6 +541,7 @@ fn read_reply(value: &Value) -> Option<Reply> {
         6 => Reply::OtherPermits(at(1)?),
         7 => Reply::GivenUp,
         8 => Reply::Evicted(at(1)?),
+        9 => Reply::Quarantined,
         _ => return None,
     })
 }

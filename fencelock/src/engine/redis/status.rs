@@ -1,7 +1,10 @@
 //! What `status` and `list` see in Redis.
 
-use super::key::{Keys, QUEUE_PATTERN, name_of, pattern_of};
-use super::post::{Post, number};
+use super::fault::told;
+use super::key::{Keys, QUEUE_PATTERN, name_of, pattern_of, tag_of};
+use super::link::Open;
+use super::node::{Node, Nodes};
+use super::post::number;
 use crate::{Error, ErrorKind, Grant, Holder, Mode, Moment, Owner, Result, Status, Token, Waiter};
 use futures_util::future::try_join_all;
 use redis::{Script, Value};
@@ -32,19 +35,22 @@ impl Seen {
     }
 }
 
-pub(super) async fn inspect(post: &Post, keys: &Keys, waiters: usize) -> Result<Seen> {
+pub(super) async fn inspect(nodes: &Nodes, keys: &Keys, waiters: usize) -> Result<Seen> {
+    let tag = if nodes.are_a_cluster() { tag_of(keys.slot) } else { String::new() };
     let ask = |source: bool| {
-        let mut command = redis::cmd(if source { "EVAL" } else { "EVALSHA" });
-        command.arg(if source { include_str!("inspect.lua") } else { INSPECT.get_hash() }).arg(4);
-        command.arg(&keys.main).arg(&keys.queue).arg(&keys.records).arg(&keys.deadlines);
-        command.arg(waiters).to_owned()
+        let tag = &tag;
+        move |open: &Open| {
+            let mut command = redis::cmd(if source { "EVAL" } else { "EVALSHA" });
+            command.arg(if source { include_str!("inspect.lua") } else { INSPECT.get_hash() }).arg(4);
+            command.arg(&keys.main).arg(&keys.queue).arg(&keys.records).arg(&keys.deadlines);
+            command.arg(waiters).arg(open.inbox_suffix(tag)).to_owned()
+        }
     };
-    let answer = match post.ask(&ask(false)).await {
-        Err(fault) if fault.no_script => post.ask(&ask(true)).await,
+    let answer = match nodes.ask(keys, ask(false)).await {
+        Err(fault) if fault.no_script => nodes.ask(keys, ask(true)).await,
         answer => answer,
     };
-    let value = answer.map_err(|fault| fault.error)?;
-    read(&value)
+    read(&answer.map_err(told)?)
         .ok_or_else(|| Error::new(ErrorKind::Engine, "the script's answer cannot be understood; please report this"))
 }
 
@@ -150,28 +156,32 @@ fn text(value: &Value) -> Option<String> {
 }
 
 /// The names of locks that are held by fencelock, or waited for: a scan in small steps.
-pub(super) async fn names(post: &Post, prefix: &str) -> Result<BTreeSet<String>> {
+pub(super) async fn names(nodes: &Nodes, prefix: &str) -> Result<BTreeSet<String>> {
     let mut names = BTreeSet::new();
-    for queues in [true, false] {
-        let pattern = if queues { QUEUE_PATTERN.to_owned() } else { pattern_of(prefix) };
-        let mut cursor = "0".to_owned();
-        loop {
-            let mut scan = redis::cmd("SCAN");
-            scan.arg(&cursor).arg("MATCH").arg(&pattern).arg("COUNT").arg(1_000);
-            scan.arg("TYPE").arg(if queues { "zset" } else { "string" });
-            let value = post.ask(&scan).await.map_err(|fault| fault.error)?;
-            let Value::Array(parts) = value else { break };
-            let [next, Value::Array(keys)] = parts.as_slice() else { break };
-            let keys: Vec<String> = keys.iter().filter_map(text).collect();
-            if queues {
-                let waited_for = keys.iter().filter_map(|key| name_of(key));
-                names.extend(waited_for.filter(|name| name.starts_with(prefix)).map(str::to_owned));
-            } else {
-                names.extend(ours(post, keys).await?);
-            }
-            match text(next) {
-                Some(next) if next != "0" => cursor = next,
-                _ => break,
+    for node in nodes.all() {
+        for queues in [true, false] {
+            let pattern = if queues { QUEUE_PATTERN.to_owned() } else { pattern_of(prefix) };
+            let mut cursor = "0".to_owned();
+            loop {
+                let scan = |_: &Open| {
+                    let mut scan = redis::cmd("SCAN");
+                    scan.arg(&cursor).arg("MATCH").arg(&pattern).arg("COUNT").arg(1_000);
+                    scan.arg("TYPE").arg(if queues { "zset" } else { "string" }).to_owned()
+                };
+                let value = node.post.ask(scan).await.map_err(told)?;
+                let Value::Array(parts) = value else { break };
+                let [next, Value::Array(keys)] = parts.as_slice() else { break };
+                let keys: Vec<String> = keys.iter().filter_map(text).collect();
+                if queues {
+                    let waited_for = keys.iter().filter_map(|key| name_of(key));
+                    names.extend(waited_for.filter(|name| name.starts_with(prefix)).map(str::to_owned));
+                } else {
+                    names.extend(ours(&node, keys).await?);
+                }
+                match text(next) {
+                    Some(next) if next != "0" => cursor = next,
+                    _ => break,
+                }
             }
         }
     }
@@ -179,13 +189,9 @@ pub(super) async fn names(post: &Post, prefix: &str) -> Result<BTreeSet<String>>
 }
 
 /// Those of these keys that fencelock holds. Others' strings may be large: only their beginnings are read.
-async fn ours(post: &Post, keys: Vec<String>) -> Result<Vec<String>> {
-    let reads = keys.iter().map(async |key| {
-        let mut get = redis::cmd("GETRANGE");
-        get.arg(key).arg(0).arg(255);
-        post.ask(&get).await
-    });
-    let values = try_join_all(reads).await.map_err(|fault| fault.error)?;
+async fn ours(node: &Node, keys: Vec<String>) -> Result<Vec<String>> {
+    let read = |key: &String| redis::cmd("GETRANGE").arg(key).arg(0).arg(255).to_owned();
+    let values = try_join_all(keys.iter().map(|key| node.post.ask(move |_| read(key)))).await.map_err(told)?;
     let is_ours = |value: &Value| {
         let value = text(value).unwrap_or_default();
         let together = ["fencelock:shared", "fencelock:permit:"];

@@ -1,0 +1,307 @@
+//! Reads the URLs of the Redis engines: one server, a master that Sentinels watch over, a cluster.
+
+use super::cluster::Cluster;
+use super::fault::fault;
+use super::find::{Finder, Sentinel};
+use super::link::{Link, Plan, Push};
+use super::node::{Node, Nodes};
+use super::post::Rules;
+use super::takeover::Policy;
+use super::{RedisEngine, Waiting};
+use crate::url::{Url, decode};
+use crate::{Error, Owner, Result};
+use redis::{
+    Client, ClientTlsConfig, ConnectionAddr, ConnectionInfo, IntoConnectionInfo, ProtocolVersion, RedisConnectionInfo,
+    TlsCertificates,
+};
+use rustls::crypto::CryptoProvider;
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tokio::sync::mpsc;
+
+const OPTIONS: [&str; 10] =
+    ["ttl", "timeout", "patience", "quarantine", "replicas", "ca", "cert", "key", "sentinel_user", "sentinel_password"];
+const PORT: u16 = 6379;
+const SENTINEL_PORT: u16 = 26379;
+/// The lease of locks that ask for no other, as in the client.
+const DEFAULT_TTL: Duration = Duration::from_secs(30);
+
+/// All that the links of one client have in common.
+pub(super) struct Common {
+    pub(super) session: Arc<str>,
+    timeout: Duration,
+    policy: Policy,
+    longest: Arc<AtomicU64>,
+    pushes: mpsc::UnboundedSender<(u64, Push)>,
+    pub(super) rules: Rules,
+    /// Settings for every server; the address differs.
+    info: ConnectionInfo,
+    tls: Option<TlsCertificates>,
+}
+
+impl Common {
+    /// A node, however it is found. `place` is empty except on a cluster.
+    pub(super) fn node(&self, finder: Finder, place: String) -> Arc<Node> {
+        let link = Link::new(Plan {
+            finder,
+            session: Arc::clone(&self.session),
+            timeout: self.timeout,
+            policy: self.policy,
+            longest: Arc::clone(&self.longest),
+            place: Mutex::new(place),
+            pushes: self.pushes.clone(),
+        });
+        Arc::new(Node::new(link, self.rules))
+    }
+
+    /// A client of the server at this address, with the settings that are the same for all.
+    pub(super) fn client(&self, host: &str, port: u16) -> Result<Client> {
+        client(at(&self.info, host, port), self.tls.clone())
+    }
+
+    pub(super) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+}
+
+fn at(info: &ConnectionInfo, host: &str, port: u16) -> ConnectionInfo {
+    let host = host.to_owned();
+    let addr = match info.addr() {
+        ConnectionAddr::TcpTls { insecure, tls_params, .. } => {
+            ConnectionAddr::TcpTls { host, port, insecure: *insecure, tls_params: tls_params.clone() }
+        }
+        _ => ConnectionAddr::Tcp(host, port),
+    };
+    info.clone().set_addr(addr)
+}
+
+fn client(info: ConnectionInfo, tls: Option<TlsCertificates>) -> Result<Client> {
+    let client = match tls {
+        Some(tls) => Client::build_with_tls(info, tls),
+        None => Client::open(info),
+    };
+    client.map_err(|error| fault(error, false).error)
+}
+
+/// Opens what the URL names, and makes sure that it answers.
+pub(crate) async fn open(url: &Url, text: &str) -> Result<RedisEngine> {
+    let mut url = url.clone();
+    // The client has taken it out.
+    let ttl = Url::parse(text)?.take_duration("ttl")?.unwrap_or(DEFAULT_TTL);
+    let options = Options::take(&mut url)?;
+    url.finish(&OPTIONS)?;
+    let scheme = url.scheme.as_str();
+    let several = matches!(scheme, "redis+sentinel" | "rediss+sentinel" | "redis+cluster" | "rediss+cluster");
+    let (info, address, hosts) = if several { several_hosts(scheme, text)? } else { one_host(scheme, text)? };
+    if matches!(info.addr(), ConnectionAddr::TcpTls { .. }) && CryptoProvider::get_default().is_none() {
+        // TLS panics in a program that has chosen no cryptography. Somebody else may choose at the same moment: that is as good.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+    }
+    let in_cluster = scheme.ends_with("+cluster");
+    let (pushes, arrived) = mpsc::unbounded_channel();
+    let common = Common {
+        session: Owner::random().to_string().into(),
+        timeout: options.timeout,
+        policy: options.policy,
+        longest: Arc::new(AtomicU64::new(u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX))),
+        pushes,
+        // On a cluster it is not the node that is tried again, but whichever serves the slot by then.
+        rules: Rules {
+            patience: if in_cluster { Duration::ZERO } else { options.patience },
+            replicas: options.replicas,
+            by_slot: in_cluster,
+        },
+        info: info.clone(),
+        tls: options.tls.clone(),
+    };
+    let session = Arc::clone(&common.session);
+    let nodes = if scheme.ends_with("+sentinel") {
+        let sentinels = options.sentinels(&info, &hosts.addresses)?;
+        let sentinel =
+            Sentinel { sentinels, name: hosts.master, info: info.clone(), tls: options.tls, first: 0.into() };
+        Nodes::One(common.node(Finder::Sentinel(sentinel), String::new()))
+    } else if in_cluster {
+        Nodes::Cluster(Arc::new(Cluster::new(common, hosts.addresses, options.patience)))
+    } else {
+        Nodes::One(common.node(Finder::Fixed(client(info.clone(), options.tls)?), String::new()))
+    };
+    let engine = RedisEngine {
+        nodes,
+        session,
+        waiting: Mutex::new(Waiting::default()),
+        arrived: tokio::sync::Mutex::new(arrived),
+        keys: Mutex::default(),
+        note: Mutex::new((String::new(), "".into())),
+        doubt: tokio::sync::Notify::new(),
+        address,
+        db: info.redis_settings().db(),
+    };
+    engine.nodes.connect().await.map_err(|fault| fault.error.at_engine(&engine.address))?;
+    Ok(engine)
+}
+
+struct Options {
+    timeout: Duration,
+    patience: Duration,
+    policy: Policy,
+    replicas: usize,
+    tls: Option<TlsCertificates>,
+    sentinel_user: Option<String>,
+    sentinel_password: Option<String>,
+}
+
+impl Options {
+    fn take(url: &mut Url) -> Result<Self> {
+        let replicas = url.take("replicas").map(|text| {
+            text.parse::<usize>().map_err(|_| Error::invalid(format!("option replicas={text}: write a number")))
+        });
+        let options = Self {
+            timeout: url.take_duration("timeout")?.unwrap_or(Duration::from_secs(2)),
+            patience: url.take_duration("patience")?.unwrap_or(Duration::from_secs(5)),
+            policy: Policy::read(url.take("quarantine").as_deref())?,
+            replicas: replicas.transpose()?.unwrap_or(0),
+            tls: tls(url)?,
+            sentinel_user: url.take("sentinel_user"),
+            sentinel_password: url.take("sentinel_password"),
+        };
+        let of_sentinel = options.sentinel_user.is_some() || options.sentinel_password.is_some();
+        if of_sentinel && !url.scheme.ends_with("+sentinel") {
+            return Err(Error::invalid("options sentinel_user and sentinel_password need redis+sentinel://"));
+        }
+        Ok(options)
+    }
+
+    fn sentinels(&self, info: &ConnectionInfo, addresses: &[(String, u16)]) -> Result<Vec<Client>> {
+        let mut settings = RedisConnectionInfo::default().set_protocol(ProtocolVersion::RESP3);
+        if let Some(user) = &self.sentinel_user {
+            settings = settings.set_username(user);
+        }
+        if let Some(password) = &self.sentinel_password {
+            settings = settings.set_password(password);
+        }
+        let info = info.clone().set_redis_settings(settings);
+        addresses.iter().map(|(host, port)| client(at(&info, host, *port), self.tls.clone())).collect()
+    }
+}
+
+fn tls(url: &mut Url) -> Result<Option<TlsCertificates>> {
+    let mut read = |option: &str| {
+        url.take(option)
+            .map(|path| {
+                std::fs::read(&path).map_err(|error| {
+                    Error::invalid(format!("option {option}={path}: cannot read the file")).caused_by(error)
+                })
+            })
+            .transpose()
+    };
+    let (ca, cert, key) = (read("ca")?, read("cert")?, read("key")?);
+    let client_tls = match (cert, key) {
+        (Some(client_cert), Some(client_key)) => Some(ClientTlsConfig { client_cert, client_key }),
+        (None, None) => None,
+        _ => return Err(Error::invalid("options cert and key go together: the client's certificate and its key")),
+    };
+    if ca.is_none() && client_tls.is_none() {
+        return Ok(None);
+    }
+    if !url.scheme.starts_with("rediss") {
+        return Err(Error::invalid("options ca, cert and key need TLS; write rediss://"));
+    }
+    Ok(Some(TlsCertificates { client_tls, root_cert: ca }))
+}
+
+/// The servers that a URL names.
+#[derive(Default)]
+struct Hosts {
+    addresses: Vec<(String, u16)>,
+    /// What the Sentinels call the master.
+    master: String,
+}
+
+fn settled(info: ConnectionInfo) -> ConnectionInfo {
+    let settings = info
+        .redis_settings()
+        .clone()
+        .set_protocol(ProtocolVersion::RESP3)
+        .set_lib_name("fencelock", env!("CARGO_PKG_VERSION"));
+    let tcp = info.tcp_settings().clone().set_nodelay(true);
+    info.set_redis_settings(settings).set_tcp_settings(tcp)
+}
+
+/// What to connect to, and the address to show: without secrets.
+fn one_host(scheme: &str, text: &str) -> Result<(ConnectionInfo, String, Hosts)> {
+    let bare = text.split_once('?').map_or(text, |(bare, _)| bare);
+    let bare = bare.strip_prefix("redis+").unwrap_or(bare);
+    let info = bare.into_connection_info().map_err(|error| {
+        Error::invalid(format!(
+            "not a Redis URL; write {scheme}://[user:password@]host[:port][/db], or redis+unix:///path"
+        ))
+        .caused_by(error.detail().unwrap_or("it cannot be parsed").to_owned())
+    })?;
+    let info = settled(info);
+    let db = match info.redis_settings().db() {
+        0 => String::new(),
+        db => format!("/{db}"),
+    };
+    let address = match info.addr() {
+        ConnectionAddr::Tcp(host, port) => format!("redis://{host}:{port}{db}"),
+        ConnectionAddr::TcpTls { host, port, .. } => format!("rediss://{host}:{port}{db}"),
+        ConnectionAddr::Unix(path) => format!("redis+unix://{}", path.display()),
+        _ => scheme.to_owned(),
+    };
+    Ok((info, address, Hosts::default()))
+}
+
+/// `[user:password@]host[:port],host[:port],…`, for Sentinels followed by `/master-name[/db]`.
+fn several_hosts(scheme: &str, text: &str) -> Result<(ConnectionInfo, String, Hosts)> {
+    let of_sentinels = scheme.ends_with("+sentinel");
+    let form = if of_sentinels { "s1,s2,s3/master-name[/db]" } else { "n1,n2,n3" };
+    let bad = |what: &str| Error::invalid(format!("{what}; write {scheme}://[user:password@]{form}"));
+    let rest = text.split_once("://").map(|(_, rest)| rest).ok_or_else(|| bad("the URL has no //"))?;
+    let rest = rest.split_once('?').map_or(rest, |(rest, _)| rest);
+    let (user, rest) = rest.rsplit_once('@').map_or((None, rest), |(user, rest)| (Some(user), rest));
+    let (hosts, path) = rest.split_once('/').unwrap_or((rest, ""));
+    let port = if of_sentinels { SENTINEL_PORT } else { PORT };
+    let addresses: Vec<(String, u16)> = hosts
+        .split(',')
+        .map(|host| host_and_port(host, port))
+        .collect::<Option<_>>()
+        .ok_or_else(|| bad("a host is missing or its port is no number"))?;
+    let mut settings = RedisConnectionInfo::default();
+    if let Some(user) = user {
+        let (name, password) = user.split_once(':').unwrap_or((user, ""));
+        if !name.is_empty() {
+            settings = settings.set_username(decode(name)?);
+        }
+        settings = settings.set_password(decode(password)?);
+    }
+    let (master, db) = path.split_once('/').unwrap_or((path, ""));
+    if of_sentinels && master.is_empty() {
+        return Err(bad("the URL does not say what the Sentinels call the master"));
+    }
+    if !of_sentinels && !path.is_empty() {
+        return Err(bad("a cluster has no databases and no master's name"));
+    }
+    if !db.is_empty() {
+        settings = settings.set_db(db.parse().map_err(|_| bad("the database is no number"))?);
+    }
+    let (host, port) = addresses[0].clone();
+    let addr = if scheme.starts_with("rediss") {
+        ConnectionAddr::TcpTls { host, port, insecure: false, tls_params: None }
+    } else {
+        ConnectionAddr::Tcp(host, port)
+    };
+    let info = addr.into_connection_info().map_err(|error| fault(error, false).error)?.set_redis_settings(settings);
+    let address = format!("{scheme}://{hosts}{}{path}", if path.is_empty() { "" } else { "/" });
+    Ok((settled(info), address, Hosts { addresses, master: decode(master)? }))
+}
+
+/// `host`, `host:port`, `[v6]`, `[v6]:port`.
+pub(super) fn host_and_port(text: &str, usual: u16) -> Option<(String, u16)> {
+    let (host, port) = match text.rsplit_once(':') {
+        Some((host, port)) if !host.contains(':') || host.ends_with(']') => (host, port.parse().ok()?),
+        _ => (text, usual),
+    };
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    (!host.is_empty()).then(|| (host.to_owned(), port))
+}

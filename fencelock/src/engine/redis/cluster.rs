@@ -1,0 +1,270 @@
+//! A Redis Cluster: which node serves which slot, and what to do when that changes. Each node has a connection and a post of its
+//! own, as if it were alone.
+
+use super::address::{Common, host_and_port};
+use super::fault::{Fault, Redirect, fault};
+use super::find::Finder;
+use super::key::{SLOTS, tag_of};
+use super::link::Open;
+use super::node::Node;
+use super::post::{Answer, Op, Outcome};
+use crate::{Clock, Error, ErrorKind, Moment};
+use redis::{AsyncConnectionConfig, Cmd, Value};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// Which node serves which slots.
+#[derive(Default)]
+struct Map {
+    /// By address.
+    nodes: HashMap<String, Arc<Node>>,
+    /// Addresses by slot; empty where nobody serves.
+    slots: Vec<Arc<str>>,
+    /// Counts the changes, so that several who stumble over the same one ask once.
+    edition: u64,
+}
+
+pub(super) struct Cluster {
+    common: Common,
+    /// Where to ask first.
+    seeds: Vec<(String, u16)>,
+    /// How long an operation is tried again while nobody serves its slot.
+    patience: Duration,
+    map: Mutex<Map>,
+    /// Only one task asks for the map.
+    asking: tokio::sync::Mutex<()>,
+}
+
+impl Cluster {
+    pub(super) fn new(common: Common, seeds: Vec<(String, u16)>, patience: Duration) -> Self {
+        Self { common, seeds, patience, map: Mutex::default(), asking: tokio::sync::Mutex::default() }
+    }
+
+    pub(super) fn replicas(&self) -> usize {
+        self.common.rules.replicas
+    }
+
+    fn map(&self) -> MutexGuard<'_, Map> {
+        self.map.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) async fn connect(&self) -> Result<(), Fault> {
+        self.learn(0).await
+    }
+
+    /// The node that serves this slot, as far as it is known.
+    pub(super) fn known(&self, slot: u16) -> Option<Arc<Node>> {
+        let map = self.map();
+        map.slots.get(usize::from(slot)).and_then(|address| map.nodes.get(&**address)).map(Arc::clone)
+    }
+
+    pub(super) fn all(&self) -> Vec<Arc<Node>> {
+        self.map().nodes.values().map(Arc::clone).collect()
+    }
+
+    async fn node(&self, slot: u16) -> Result<Arc<Node>, Fault> {
+        if let Some(node) = self.known(slot) {
+            return Ok(node);
+        }
+        let edition = self.map().edition;
+        self.learn(edition).await?;
+        self.known(slot).ok_or_else(|| {
+            let text = format!("no node of the cluster serves slot {slot}; see CLUSTER INFO");
+            Fault::passing(Error::new(ErrorKind::Unavailable, text))
+        })
+    }
+
+    pub(super) async fn submit(&self, op: Op) -> Outcome {
+        let mut way = Way::to(self, op.keys.slot);
+        let mut repeated = false;
+        loop {
+            let (node, asking) = way.node().await?;
+            let outcome = if asking { node.post.submit_asking(&op).await } else { node.post.submit(op.clone()).await };
+            match outcome {
+                Ok(answer) => return Ok(Answer { repeated: answer.repeated | repeated, ..answer }),
+                Err(fault) => {
+                    repeated |= fault.error.kind() == ErrorKind::Ambiguous;
+                    way.goes_on(fault).await?;
+                }
+            }
+        }
+    }
+
+    /// Those of one slot travel together.
+    pub(super) async fn submit_all(&self, ops: &[Op]) -> Vec<Outcome> {
+        futures_util::future::join_all(ops.iter().map(|op| self.submit(op.clone()))).await
+    }
+
+    pub(super) async fn ask(&self, slot: u16, command: impl Fn(&Open) -> Cmd + Send + Sync) -> Result<Value, Fault> {
+        let mut way = Way::to(self, slot);
+        loop {
+            let (node, _) = way.node().await?;
+            match node.post.ask(&command).await {
+                Err(fault) if !fault.no_script => way.goes_on(fault).await?,
+                answer => return answer,
+            }
+        }
+    }
+
+    pub(super) async fn announce(&self, slot: u16, lease: Duration) -> Result<(), Fault> {
+        self.node(slot).await?.post.announce(lease).await
+    }
+
+    /// Asks the cluster who serves what, unless somebody has since `edition`.
+    async fn learn(&self, edition: u64) -> Result<(), Fault> {
+        let _alone = self.asking.lock().await;
+        if self.map().edition != edition {
+            return Ok(());
+        }
+        let mut addresses: Vec<(String, u16)> =
+            self.map().nodes.keys().filter_map(|address| host_and_port(address, 0)).collect();
+        addresses.extend(self.seeds.iter().cloned());
+        let mut answers = Vec::new();
+        for (host, port) in addresses {
+            match self.ask_for_slots(&host, port).await {
+                Ok(ranges) if !ranges.is_empty() => {
+                    self.adopt(&ranges);
+                    return Ok(());
+                }
+                Ok(_) => answers.push(format!("{host}:{port} serves no slots")),
+                Err(fault) => answers.push(format!("{host}:{port}: {}", fault.error)),
+            }
+        }
+        let error = Error::new(ErrorKind::Unavailable, "no node of the cluster tells who serves what");
+        Err(Fault::passing(error.caused_by(answers.join("; "))))
+    }
+
+    async fn ask_for_slots(&self, host: &str, port: u16) -> Result<Vec<Range>, Fault> {
+        let client = self.common.client(host, port).map_err(Fault::passing)?;
+        let timeout = Some(self.common.timeout());
+        let config = AsyncConnectionConfig::new().set_connection_timeout(timeout).set_response_timeout(timeout);
+        let asking = async {
+            let mut connection = client.get_multiplexed_async_connection_with_config(&config).await?;
+            redis::cmd("CLUSTER").arg("SLOTS").query_async::<Value>(&mut connection).await
+        };
+        let value = asking.await.map_err(|error| fault(error, false))?;
+        Ok(read_ranges(&value, host))
+    }
+
+    fn adopt(&self, ranges: &[Range]) {
+        let mut map = self.map();
+        map.edition += 1;
+        let mut slots: Vec<Arc<str>> = vec!["".into(); usize::from(SLOTS)];
+        let mut lowest: HashMap<&str, (u16, &str)> = HashMap::new();
+        for range in ranges {
+            let address: Arc<str> = range.address.as_str().into();
+            for slot in range.first..=range.last {
+                if let Some(place) = slots.get_mut(usize::from(slot)) {
+                    *place = Arc::clone(&address);
+                }
+            }
+            let first = lowest.entry(&range.address).or_insert((range.first, &range.id));
+            first.0 = first.0.min(range.first);
+        }
+        map.slots = slots;
+        map.nodes.retain(|address, node| {
+            let serves = lowest.contains_key(address.as_str());
+            if !serves {
+                node.link.drop_connection();
+            }
+            serves
+        });
+        for (address, (slot, id)) in lowest {
+            // The node's own marker, in a slot that it serves.
+            let place = format!(":{id}:{}", tag_of(slot));
+            if let Some(node) = map.nodes.get(address) {
+                node.link.move_to(place);
+            } else if let Some((host, port)) = host_and_port(address, 0)
+                && let Ok(client) = self.common.client(&host, port)
+            {
+                map.nodes.insert(address.to_owned(), self.common.node(Finder::Fixed(client), place));
+            }
+        }
+    }
+}
+
+/// The way to the node that serves a slot, wherever it leads.
+struct Way<'a> {
+    cluster: &'a Cluster,
+    slot: u16,
+    give_up: Moment,
+    /// Of the map that the last attempt went by.
+    edition: u64,
+    /// Asked for this one time.
+    aside: Option<Arc<Node>>,
+    pause: Duration,
+}
+
+impl<'a> Way<'a> {
+    fn to(cluster: &'a Cluster, slot: u16) -> Self {
+        let give_up = Clock::Boot.now().after(cluster.patience);
+        Self { cluster, slot, give_up, edition: 0, aside: None, pause: Duration::from_millis(10) }
+    }
+
+    /// Whom to ask next, and whether it must be told that it is asked for a slot that is on its way.
+    async fn node(&mut self) -> Result<(Arc<Node>, bool), Fault> {
+        if let Some(node) = self.aside.take() {
+            return Ok((node, true));
+        }
+        self.edition = self.cluster.map().edition;
+        Ok((self.cluster.node(self.slot).await?, false))
+    }
+
+    /// Finds out where to go on after a fault; the fault itself when there is nowhere.
+    async fn goes_on(&mut self, fault: Fault) -> Result<(), Fault> {
+        if let Some(Redirect::Ask(address)) = &fault.redirect {
+            self.aside = self.cluster.map().nodes.get(address).map(Arc::clone);
+            if self.aside.is_some() {
+                return Ok(());
+            }
+        }
+        // A node that is gone may have a successor.
+        let elsewhere = fault.redirect.is_some() || fault.broken || fault.passing;
+        if !elsewhere || Clock::Boot.now() >= self.give_up {
+            return Err(fault);
+        }
+        tracing::debug!("looking for the node of slot {}: {}", self.slot, fault.error);
+        let learned = self.cluster.learn(self.edition).await;
+        if learned.is_err() || fault.redirect.is_none() {
+            // Nobody may have taken over yet.
+            tokio::time::sleep(self.pause).await;
+            self.pause = (self.pause * 2).min(Duration::from_millis(200));
+        }
+        Ok(())
+    }
+}
+
+/// Slots that one node serves.
+struct Range {
+    first: u16,
+    last: u16,
+    address: String,
+    id: String,
+}
+
+/// Reads the answer to CLUSTER SLOTS, which `asked` gave: a node that does not know its own address leaves it out.
+fn read_ranges(value: &Value, asked: &str) -> Vec<Range> {
+    let Value::Array(ranges) = value else { return Vec::new() };
+    let read = |range: &Value| {
+        let Value::Array(parts) = range else { return None };
+        let [Value::Int(first), Value::Int(last), Value::Array(master), ..] = parts.as_slice() else { return None };
+        let [host, Value::Int(port), id, ..] = master.as_slice() else { return None };
+        let host = text(host).filter(|host| !host.is_empty() && host != "?").unwrap_or_else(|| asked.to_owned());
+        Some(Range {
+            first: u16::try_from(*first).ok()?,
+            last: u16::try_from(*last).ok()?,
+            address: if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") },
+            id: text(id)?,
+        })
+    };
+    ranges.iter().filter_map(read).collect()
+}
+
+fn text(value: &Value) -> Option<String> {
+    match value {
+        Value::BulkString(bytes) => Some(String::from_utf8_lossy(bytes).into_owned()),
+        Value::SimpleString(text) => Some(text.clone()),
+        _ => None,
+    }
+}

@@ -1,0 +1,348 @@
+//! Redis that fails over and restarts: no second holder, whatever the new server does not know.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![cfg(feature = "redis")]
+
+use fencelock::{Client, ErrorKind, Guard, Loss, connect};
+use fencelock_testkit::redis::{RedisCluster, RedisSentinels, RedisServer};
+use fencelock_testkit::wait::{at_once, eventually, line, until_line};
+use std::time::{Duration, Instant};
+
+const NAME: &str = "invoice:42";
+/// Long enough for a failover to happen while it lasts.
+const TTL: Duration = Duration::from_secs(6);
+
+/// All who wait for quarantines and elections.
+async fn in_time<T>(what: &str, waiting: impl Future<Output = T>) -> T {
+    tokio::time::timeout(Duration::from_secs(40), waiting).await.unwrap_or_else(|_| panic!("waited in vain: {what}"))
+}
+
+/// A master and a replica that nobody watches over.
+struct Pair {
+    master: RedisServer,
+    replica: RedisServer,
+}
+
+impl Pair {
+    async fn start() -> Self {
+        let master = RedisServer::options().set("repl-diskless-sync-delay", "0").start();
+        let replica = RedisServer::options().set("replicaof", format!("127.0.0.1 {}", master.port())).start();
+        let linked = || replica.ask::<String>(&["INFO", "replication"]).contains("master_link_status:up");
+        eventually("the replica follows", async || linked()).await;
+        Self { master, replica }
+    }
+
+    /// From now on the replica gets nothing; it does not notice.
+    fn freeze_replication(&self) {
+        let id: String = self.master.ask(&["CLIENT", "LIST", "TYPE", "REPLICA"]);
+        let id = id.split([' ', '=']).nth(1).unwrap().to_owned();
+        // The link stays, the replica is deaf: it cannot authenticate again either.
+        self.master.run(&["CONFIG", "SET", "requirepass", "changed"]);
+        self.master_as_admin(&["CLIENT", "KILL", "ID", &id]);
+    }
+
+    fn master_as_admin(&self, command: &[&str]) {
+        let client = redis::Client::open(format!("redis://:changed@127.0.0.1:{}", self.master.port())).unwrap();
+        let mut connection = client.get_connection().unwrap();
+        redis::cmd(command[0]).arg(&command[1..]).exec(&mut connection).unwrap();
+    }
+
+    fn fail_over(&mut self) {
+        self.master.kill();
+        self.replica.run(&["REPLICAOF", "NO", "ONE"]);
+    }
+}
+
+async fn second_holder(policy: &str) -> (Guard, Option<Guard>) {
+    let mut pair = Pair::start().await;
+    // The first one is there before replication stops, as in life; what it locks is not replicated.
+    let options = format!("?ttl=6s&patience=500ms&quarantine={policy}");
+    let first = connect(format!("{}{options}", pair.master.url())).await.unwrap();
+    first.mutex("before").acquire().await.unwrap().release().await.unwrap();
+    let offset = |server: &RedisServer, what: &str| {
+        let info = server.ask::<String>(&["INFO", "replication"]);
+        info.lines().find_map(|line| line.strip_prefix(what)).map(|text| text.trim().parse::<u64>().unwrap()).unwrap()
+    };
+    eventually("the replica has it", async || {
+        offset(&pair.replica, "slave_repl_offset:") >= offset(&pair.master, "master_repl_offset:")
+    })
+    .await;
+    pair.freeze_replication();
+    let held = first.mutex(NAME).acquire().await.unwrap();
+    pair.fail_over();
+    let second = connect(format!("{}{options}", pair.replica.url())).await.unwrap();
+    let attempt = second.mutex(NAME).try_acquire().await;
+    if let Err(error) = &attempt {
+        assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+        assert!(error.to_string().contains("took over") && error.to_string().contains("quarantine=off"), "{error}");
+    }
+    let got = attempt.ok().flatten();
+    if got.is_none() {
+        // A name that was never locked before is no better.
+        assert!(second.mutex("never seen").try_acquire().await.is_err());
+        // It does come, when every lease of the old master must have ended.
+        let start = Instant::now();
+        let next = in_time("the quarantine ends", second.mutex(NAME).acquire()).await.unwrap();
+        println!("granted {:.1?} after the failover", start.elapsed());
+        assert!(!held.is_valid(), "the first holder still believed");
+        assert!(next.token() > held.token());
+        next.release().await.unwrap();
+    }
+    (held, got)
+}
+
+/// S11: the master dies before the lock reached the replica, which is promoted. Nobody gets the lock while the first believes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_promoted_replica_grants_nothing_while_the_old_holder_believes() {
+    let (_held, second) = second_holder("auto").await;
+    assert!(second.is_none());
+}
+
+/// The same without the protection: that is what it protects from.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_quarantine_a_failover_gives_two_holders() {
+    let (held, second) = second_holder("off").await;
+    assert!(held.is_valid() && second.is_some_and(|second| second.is_valid() && second.token() > held.token()));
+}
+
+/// A replica that never heard of any lock is told by its history.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_promoted_replica_that_knows_of_no_lock_waits_as_well() {
+    let mut pair = Pair::start().await;
+    pair.freeze_replication();
+    pair.fail_over();
+    let client = connect(format!("{}?ttl=2s", pair.replica.url())).await.unwrap();
+    let error = client.mutex(NAME).try_acquire().await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+    in_time("the quarantine ends", client.mutex(NAME).acquire()).await.unwrap().release().await.unwrap();
+    // Once is enough.
+    let later = connect(format!("{}?ttl=2s", pair.replica.url())).await.unwrap();
+    assert!(later.mutex(NAME).try_acquire().await.unwrap().is_some());
+}
+
+/// A restart from a file may lack the last writes. Who still has its key goes on, and may hand over; who lost it learns it at once;
+/// nobody new comes in before time.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn after_a_restart_from_an_old_file_holders_go_on_and_nobody_new_comes_in() {
+    let mut server = RedisServer::options().set("dbfilename", "old.rdb").start();
+    let url = format!("{}?ttl=5s", server.url());
+    let (one, two) = (connect(&url).await.unwrap(), connect(&url).await.unwrap());
+    let kept = one.mutex("kept").acquire().await.unwrap();
+    let next = two.mutex("kept");
+    let next = tokio::spawn(async move { next.acquire().await });
+    until_line(&one, "kept", 1, 1).await;
+    server.run(&["SAVE"]);
+    let forgotten = one.mutex("forgotten").acquire().await.unwrap();
+    server.kill();
+    server.start_again();
+    assert_eq!(at_once("it learns it at once", forgotten.lost()).await, Loss::Taken);
+    drop(kept.reenter().await.unwrap());
+    assert!(two.mutex("forgotten").try_acquire().await.is_err());
+    eventually("the waiter is back", async || line(&two, "kept").await == (1, 1) || next.is_finished()).await;
+    kept.release().await.unwrap();
+    let handed = in_time("it is handed over", next).await.unwrap().unwrap();
+    handed.release().await.unwrap();
+    in_time("the quarantine ends", two.mutex("forgotten").acquire()).await.unwrap().release().await.unwrap();
+}
+
+/// An empty server cannot be told from a new one. `strict` lets it wait all the same.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn only_strict_lets_an_empty_server_wait() {
+    for (policy, waits) in [("auto", false), ("strict", true), ("off", false)] {
+        let mut server = RedisServer::start();
+        let url = format!("{}?ttl=3s&quarantine={policy}", server.url());
+        let first = connect(&url).await.unwrap();
+        drop(in_time("it is granted", first.mutex(NAME).acquire()).await.unwrap());
+        server.kill();
+        server.start_again();
+        let second = connect(&url).await.unwrap();
+        assert_eq!(second.mutex(NAME).try_acquire().await.is_err(), waits, "{policy}");
+    }
+    let error = connect("redis://127.0.0.1:1?quarantine=maybe").await.unwrap_err();
+    assert!(error.to_string().contains("auto, strict or off"), "{error}");
+}
+
+/// A lease that is longer than any before is announced before it is granted.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_quarantine_is_as_long_as_the_longest_lease() {
+    let mut server = RedisServer::options().durable().start();
+    let url = format!("{}?ttl=1s", server.url());
+    let client = connect(&url).await.unwrap();
+    let guard = client.mutex(NAME).ttl(Duration::from_secs(300)).acquire().await.unwrap();
+    guard.release().await.unwrap();
+    server.kill();
+    server.start_again();
+    let error = connect(&url).await.unwrap().mutex(NAME).try_acquire().await.unwrap_err();
+    assert!(["another 300", "another 29"].iter().any(|span| error.to_string().contains(span)), "{error}");
+}
+
+async fn grant_after_failover(sentinels: &mut RedisSentinels, options: &str) -> (Duration, Guard, Guard) {
+    let client = connect(sentinels.url(&format!("?ttl=6s&patience=20s&{options}"))).await.unwrap();
+    let held = client.mutex(NAME).acquire().await.unwrap();
+    let old = sentinels.master();
+    sentinels.servers[old].kill();
+    let start = Instant::now();
+    let other = in_time("a lock is granted again", client.mutex("other").acquire()).await.unwrap();
+    (start.elapsed(), held, other)
+}
+
+/// The switch is followed. What it costs is the quarantine and the Sentinels' decision; without quarantine the decision alone.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_sentinel_failover_is_followed() {
+    for policy in ["auto", "off"] {
+        let mut sentinels = RedisSentinels::start();
+        let (span, held, other) = grant_after_failover(&mut sentinels, &format!("quarantine={policy}")).await;
+        println!("quarantine={policy}: granted again {span:.1?} after the master was killed (lease 6 s)");
+        // It was replicated, and renewed at the new master.
+        drop(in_time("it still holds", held.reenter()).await.unwrap());
+        held.release().await.unwrap();
+        other.release().await.unwrap();
+        assert_eq!(policy == "auto", span >= TTL, "{span:?}");
+    }
+}
+
+/// Passwords for both kinds of server; they are shown to nobody.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sentinels_and_servers_have_passwords_of_their_own() {
+    let sentinels = RedisSentinels::with_passwords(Some(("for-data", "for-watch")));
+    let url = sentinels.url("?sentinel_password=for-watch").replacen("://", "://:for-data@", 1);
+    let client = connect(&url).await.unwrap();
+    client.mutex(NAME).acquire().await.unwrap().release().await.unwrap();
+    assert!(!client.address().contains("for-"), "{}", client.address());
+    for bad in [sentinels.url(""), sentinels.url("?sentinel_password=for-watch"), url.replace("for-data", "wrong")] {
+        let error = connect(&bad).await.unwrap_err();
+        assert!(!error.to_string().contains("for-data") && !error.to_string().contains("for-watch"), "{error}");
+    }
+    let unknown = connect(url.replace("/locks", "/nobody")).await.unwrap_err();
+    assert!(unknown.to_string().contains("\"nobody\""), "{unknown}");
+}
+
+/// `replicas=2`: with one replica gone, a grant does not count, is taken back, and the error says so. 0 asks nobody.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_grant_that_too_few_replicas_have_is_taken_back() {
+    let sentinels = RedisSentinels::start();
+    let client = connect(sentinels.url("?replicas=2&timeout=600ms")).await.unwrap();
+    let plain = connect(sentinels.url("")).await.unwrap();
+    let master = &sentinels.servers[sentinels.master()];
+    let guard = client.mutex(NAME).acquire().await.unwrap();
+    // Handed over, it counts as well.
+    let waiting = client.mutex(NAME);
+    let waiting = tokio::spawn(async move { waiting.acquire().await });
+    until_line(&plain, NAME, 1, 1).await;
+    guard.release().await.unwrap();
+    let guard = in_time("its turn", waiting).await.unwrap().unwrap();
+    let replica = (sentinels.master() + 1) % 3;
+    sentinels.servers[replica].freeze();
+    let error = client.mutex("other").acquire().await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+    assert!(error.to_string().contains("1 of the 2 replicas"), "{error}");
+    assert_eq!(line(&plain, "other").await, (0, 0));
+    let next = client.mutex(NAME);
+    let next = tokio::spawn(async move { next.acquire().await });
+    until_line(&plain, NAME, 1, 1).await;
+    guard.release().await.unwrap();
+    let error = in_time("it is told", next).await.unwrap().unwrap_err();
+    assert!(error.to_string().contains("1 of the 2 replicas"), "{error}");
+    client.settled().await;
+    assert_eq!(line(&plain, NAME).await, (0, 0));
+    sentinels.servers[replica].thaw();
+    let waits = master.calls(&["wait"]);
+    plain.mutex(NAME).acquire().await.unwrap().release().await.unwrap();
+    assert_eq!(master.calls(&["wait"]), waits, "nobody asked for replicas");
+}
+
+async fn at_cluster(cluster: &RedisCluster, options: &str) -> Client {
+    connect(cluster.url(options)).await.unwrap()
+}
+
+/// S12: the slot of locks that are held and waited for moves to another node, key by key.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_lock_is_lost_when_its_slot_moves() {
+    let cluster = RedisCluster::start();
+    let (one, two) = (at_cluster(&cluster, "?ttl=20s").await, at_cluster(&cluster, "?ttl=20s").await);
+    let slot = cluster.slot(NAME);
+    let from = cluster.master_of(slot);
+    let to = (from + 1) % 3;
+    let guard = one.mutex(NAME).acquire().await.unwrap();
+    let waiting = two.mutex(NAME);
+    let waiting = tokio::spawn(async move { waiting.acquire().await });
+    until_line(&one, NAME, 1, 1).await;
+    cluster.migrate(slot, from, to, || {});
+    drop(in_time("it still holds", guard.reenter()).await.unwrap());
+    eventually("the waiter waits there", async || line(&one, NAME).await == (1, 1)).await;
+    guard.release().await.unwrap();
+    let guard = in_time("its turn", waiting).await.unwrap().unwrap();
+    // In the middle of the next move, operations wait or go where the keys are.
+    let token = guard.token();
+    let meanwhile = std::sync::Mutex::new(None);
+    cluster.migrate(slot, to, from, || {
+        *meanwhile.lock().unwrap() = Some(tokio::spawn(async move { guard.release().await }));
+        std::thread::sleep(Duration::from_millis(100));
+    });
+    let release = meanwhile.lock().unwrap().take().unwrap();
+    in_time("released in the middle", release).await.unwrap().unwrap();
+    let next = in_time("free again", two.mutex(NAME).acquire()).await.unwrap();
+    assert!(next.token() > token);
+    next.release().await.unwrap();
+}
+
+/// A master of a cluster dies; its replica takes over, and is in quarantine. The other shards are not.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_shard_that_fails_over_is_in_quarantine_alone() {
+    let mut cluster = RedisCluster::start();
+    let client = at_cluster(&cluster, "?ttl=6s&patience=15s").await;
+    let shard = cluster.master_of(cluster.slot(NAME));
+    let elsewhere =
+        (0..).map(|number| format!("other:{number}")).find(|name| cluster.master_of(cluster.slot(name)) != shard);
+    let elsewhere = elsewhere.unwrap();
+    let held = client.mutex(NAME).acquire().await.unwrap();
+    cluster.nodes[shard].kill();
+    let start = Instant::now();
+    in_time("other shards go on", client.mutex(&elsewhere).acquire()).await.unwrap().release().await.unwrap();
+    let same_shard = client.mutex(format!("{{{NAME}}}"));
+    let other = in_time("granted again", same_shard.acquire()).await.unwrap();
+    println!("granted again {:.1?} after the shard's master was killed (lease 6 s)", start.elapsed());
+    assert!(start.elapsed() >= TTL);
+    drop(in_time("it still holds", held.reenter()).await.unwrap());
+    held.release().await.unwrap();
+    other.release().await.unwrap();
+}
+
+/// Names with any braces, and words of hand-overs that stay on their node.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn hand_overs_on_a_cluster_are_not_broadcast() {
+    let cluster = RedisCluster::start();
+    let client = at_cluster(&cluster, "").await;
+    for name in [NAME, "{a}b", "a{b", "}{", "{}x", "{{y}}", "z}"] {
+        let guard = client.mutex(name).acquire().await.unwrap();
+        let waiting = client.mutex(name);
+        let waiting = tokio::spawn(async move { waiting.acquire().await });
+        until_line(&client, name, 1, 1).await;
+        guard.release().await.unwrap();
+        at_once("its turn", waiting).await.unwrap().unwrap().release().await.unwrap();
+    }
+    for node in &cluster.nodes {
+        assert_eq!(node.calls(&["publish"]), 0);
+    }
+    assert!(cluster.nodes.iter().map(|node| node.calls(&["spublish"])).sum::<u64>() >= 7);
+}
+
+/// What is wrong with a URL is said before anything is touched.
+#[tokio::test]
+async fn bad_urls_are_refused() {
+    for (url, word) in [
+        ("redis+sentinel://a,b,c", "master"),
+        ("redis+sentinel://a:x,b/locks", "port"),
+        ("redis+sentinel://a,,b/locks", "host"),
+        ("redis+sentinel://a/locks/x", "database"),
+        ("redis+cluster://a,b/0", "no databases"),
+        ("redis+cluster://", "host"),
+        ("redis+cluster://a?sentinel_user=x", "sentinel"),
+        ("redis+sentinel://a/locks?replicas=many", "number"),
+        ("redis+cluster://a?ca=/nowhere", "ca=/nowhere"),
+    ] {
+        let error = connect(url).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Invalid, "{url}: {error}");
+        assert!(error.to_string().contains(word), "{url}: {error}");
+    }
+}

@@ -10,6 +10,8 @@ pub use line::rule;
 pub(crate) mod memory;
 #[cfg(feature = "redis")]
 pub(crate) mod redis;
+#[cfg(feature = "redlock")]
+pub(crate) mod redlock;
 
 use crate::{Claim, Clock, Error, ErrorKind, Grant, Hold, Name, Owner, Release, Renewal, Result, Status};
 use async_trait::async_trait;
@@ -117,6 +119,7 @@ pub(crate) async fn open(url: &crate::url::Url, text: &str) -> Result<std::sync:
         "memory" => Ok(std::sync::Arc::new(memory::open(url)?)),
         "file" => open_file(url).await,
         "redis" | "rediss" | "redis+unix" => open_redis(url, text).await,
+        "redlock" | "redlocks" => open_redlock(url, text).await,
         other => Err(unknown_scheme(other)),
     }
 }
@@ -141,6 +144,16 @@ async fn open_redis(url: &crate::url::Url, _: &str) -> Result<std::sync::Arc<dyn
     Err(Error::new(ErrorKind::Unsupported, format!("{}: needs the cargo feature `redis`", url.scheme)))
 }
 
+#[cfg(feature = "redlock")]
+async fn open_redlock(url: &crate::url::Url, text: &str) -> Result<std::sync::Arc<dyn Engine>> {
+    Ok(std::sync::Arc::new(redlock::open(url, text).await?))
+}
+
+#[cfg(not(feature = "redlock"))]
+async fn open_redlock(url: &crate::url::Url, _: &str) -> Result<std::sync::Arc<dyn Engine>> {
+    Err(Error::new(ErrorKind::Unsupported, format!("{}: needs the cargo feature `redlock`", url.scheme)))
+}
+
 fn unknown_scheme(scheme: &str) -> Error {
     let planned = [
         "redis",
@@ -148,7 +161,6 @@ fn unknown_scheme(scheme: &str) -> Error {
         "redis+unix",
         "redis+sentinel",
         "redis+cluster",
-        "redlock",
         "zk",
         "etcd",
         "etcds",

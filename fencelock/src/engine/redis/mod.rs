@@ -39,9 +39,8 @@ pub(crate) async fn open(url: &Url, text: &str) -> Result<RedisEngine> {
     let tls = tls(&mut url)?;
     url.finish(&OPTIONS)?;
     let (info, address) = connection_info(&url, text)?;
-    if matches!(info.addr(), ConnectionAddr::TcpTls { .. }) && CryptoProvider::get_default().is_none() {
-        // TLS panics in a program that has chosen no cryptography. Somebody else may choose at the same moment: that is as good.
-        let _ = rustls::crypto::ring::default_provider().install_default();
+    if matches!(info.addr(), ConnectionAddr::TcpTls { .. }) {
+        choose_cryptography();
     }
     let db = info.redis_settings().db();
     let client = match tls {
@@ -66,7 +65,20 @@ pub(crate) async fn open(url: &Url, text: &str) -> Result<RedisEngine> {
     Ok(engine)
 }
 
-fn tls(url: &mut Url) -> Result<Option<TlsCertificates>> {
+/// TLS panics in a program that has chosen no cryptography.
+pub(in crate::engine) fn choose_cryptography() {
+    if CryptoProvider::get_default().is_none() {
+        // Somebody else may choose at the same moment: that is as good.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+    }
+}
+
+/// What an error of the server means, for people. `sent`: the request may have reached it.
+pub(in crate::engine) fn explain(error: redis::RedisError, sent: bool) -> Error {
+    fault::fault(error, sent).error
+}
+
+pub(in crate::engine) fn tls(url: &mut Url) -> Result<Option<TlsCertificates>> {
     let mut read = |option: &str| {
         url.take(option)
             .map(|path| {
@@ -92,7 +104,7 @@ fn tls(url: &mut Url) -> Result<Option<TlsCertificates>> {
 }
 
 /// What to connect to, and the address to show: without secrets.
-fn connection_info(url: &Url, text: &str) -> Result<(ConnectionInfo, String)> {
+pub(in crate::engine) fn connection_info(url: &Url, text: &str) -> Result<(ConnectionInfo, String)> {
     let bare = text.split_once('?').map_or(text, |(bare, _)| bare);
     let bare = bare.strip_prefix("redis+").unwrap_or(bare);
     let info = bare.into_connection_info().map_err(|error| {

@@ -258,13 +258,14 @@ impl Batch {
         self.tallies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a node's reply.
-    pub(super) fn count(&self, node: usize, votes: bool, answers: Vec<Answer>) -> Next {
+    /// Counts a node's reply. Proposals up to `floor` are no votes; `None`: the node does not vote at all.
+    pub(super) fn count(&self, node: usize, floor: Option<u64>, answers: Vec<Answer>) -> Next {
         let mut next = Next::default();
         let mut tallies = self.tallies();
         tallies.0 += 1;
         next.room = tallies.0 == self.majority;
         for ((op, tally), answer) in self.ops.iter().zip(&mut tallies.1).zip(answers) {
+            let votes = floor.is_some_and(|floor| op.who.token > floor);
             self.count_one(op, tally, Voice { node, votes, answer }, &mut next);
         }
         next
@@ -273,7 +274,7 @@ impl Batch {
     /// Counts a node that cannot be reached.
     pub(super) fn count_failed(&self, node: usize, why: &Arc<str>, sent: bool) -> Next {
         let answers = self.ops.iter().map(|_| Answer::Failed(Arc::clone(why), sent)).collect();
-        self.count(node, false, answers)
+        self.count(node, None, answers)
     }
 
     fn count_one(&self, op: &Op, tally: &mut Tally, voice: Voice, next: &mut Next) {

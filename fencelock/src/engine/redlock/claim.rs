@@ -241,7 +241,8 @@ impl Candidate<'_> {
             if let Some(grant) = self.listen(&mut expected.told, look).await {
                 return Ok(grant);
             }
-            if again {
+            // A holder, or somebody who tried, had a higher token: this one's must be above it, wherever it is asked for.
+            if again || self.highest > self.token {
                 self.propose();
             }
         }
@@ -262,7 +263,7 @@ impl Candidate<'_> {
             match push {
                 Push::Granted { token, at, lease, .. } if token == self.token => {
                     let node = &self.engine.council.nodes[node];
-                    if node.out().is_none() || self.engine.council.trusts_all() {
+                    if self.engine.council.trusts_all() || node.floor().is_some_and(|floor| token > floor) {
                         votes.insert(node.index);
                         from = from.min(node.local(at));
                         window = window.min(lease);

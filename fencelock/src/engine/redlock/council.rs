@@ -302,15 +302,18 @@ impl Council {
     fn trust(&self, roll: &Roll, intro: &Intro, since: Moment, now: Moment) -> Trust {
         // Uptime comes in whole seconds.
         let until = since.after(self.longest() + Duration::from_secs(1));
-        if intro.durable || now >= until || roll.founders.contains(&intro.run_id) {
+        if intro.durable || roll.founders.contains(&intro.run_id) {
             return Trust::Full;
         }
+        let span = self.longest() + Duration::from_secs(1);
+        let began = intro.time.saturating_sub(u64::try_from(intro.uptime.as_micros()).unwrap_or(u64::MAX));
+        let floor = began.saturating_add(u64::try_from(span.as_micros()).unwrap_or(u64::MAX));
         let why = format!(
             "it started {:.0?} ago and may have forgotten leases of up to {:?} (max_ttl); quarantine=off lets it vote",
             now.since(since),
             self.longest()
         );
-        Trust::Not(until, why.into())
+        Trust::After { until, floor, why: why.into() }
     }
 
     /// A node's clock jumped: leases on it may have ended early.

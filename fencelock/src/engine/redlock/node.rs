@@ -47,14 +47,17 @@ pub(super) struct Intro {
     pub(super) founded: Option<String>,
     /// The longest lease of all clients.
     pub(super) longest: Duration,
+    /// Its clock, in µs.
+    pub(super) time: u64,
 }
 
 /// Whether a node may vote.
 #[derive(Debug, Clone)]
 pub(super) enum Trust {
     Full,
-    /// Not before this moment, and why.
-    Not(Moment, Arc<str>),
+    /// Not before this moment, and why; and then only for proposals above this one, which were made when whatever the node may have
+    /// forgotten was over.
+    After { until: Moment, floor: u64, why: Arc<str> },
 }
 
 /// A node's clock against the local one: the difference lies between these two, in µs.
@@ -143,11 +146,24 @@ impl Node {
         let now = Clock::Boot.now();
         let state = self.state();
         let trust = match &state.trust {
-            Trust::Not(until, why) if *until > now => Some((Arc::clone(why), until.since(now))),
+            Trust::After { until, why, .. } if *until > now => Some((Arc::clone(why), until.since(now))),
             _ => None,
         };
         let said = state.out.as_ref().filter(|(until, _)| *until > now);
         trust.or_else(|| said.map(|(until, why)| (Arc::clone(why), until.since(now))))
+    }
+
+    /// Only proposals above this one are votes; `None`: none is.
+    pub(super) fn floor(&self) -> Option<u64> {
+        let state = self.state();
+        let now = Clock::Boot.now();
+        if state.out.as_ref().is_some_and(|(until, _)| *until > now) {
+            return None;
+        }
+        match &state.trust {
+            Trust::Full => Some(0),
+            Trust::After { until, floor, .. } => (*until <= now).then_some(*floor),
+        }
     }
 
     /// The difference between its clock and the local one, in µs.
@@ -360,6 +376,7 @@ impl Node {
             durable: is_durable(connection).await,
             founded,
             longest: Duration::from_millis(longest.unwrap_or(0)),
+            time: seconds * 1_000_000 + rest,
         })
     }
 
@@ -460,13 +477,14 @@ impl Node {
             council.jumped(self, jump);
         }
         self.state().out = reply.out.map(|(why, left)| (received.after(left), why.into()));
-        let votes = council.trusts_all() || self.out().is_none();
-        council.counted(batch.count(self.index, votes, reply.answers));
+        let floor = if council.trusts_all() { Some(0) } else { self.floor() };
+        council.counted(batch.count(self.index, floor, reply.answers));
     }
 
     /// Lets all clients know that this node does not vote.
     pub(super) fn put_out(&self, why: &str, span: Duration) {
-        self.set_trust(Trust::Not(Clock::Boot.now().after(span), why.into()));
+        // Later proposals are above all that it knew: its clock jumped, its memory did not.
+        self.set_trust(Trust::After { until: Clock::Boot.now().after(span), floor: 0, why: why.into() });
         let Some(mut connection) = self.connection() else { return };
         let mut command = redis::cmd("SET");
         command.arg(OUT).arg(why).arg("PX").arg(super::ballot::millis(span));

@@ -9,11 +9,7 @@ pub(crate) struct Program {
 }
 
 /// The servers that the tests start. A new engine adds a line.
-pub(crate) const SERVERS: &[Program] = &[
-    Program { name: "redis-server", package: "redis-server" },
-    // Moves the clock of a Redlock node.
-    Program { name: "faketime", package: "faketime" },
-];
+pub(crate) const SERVERS: &[Program] = &[Program { name: "redis-server", package: "redis-server" }];
 
 /// The runtimes of foreign clients.
 pub(crate) const RUNTIMES: &[Program] = &[

@@ -49,17 +49,9 @@ pub struct RedisOptions {
     password: Option<String>,
     tls: bool,
     unix_socket: bool,
-    movable_clock: bool,
 }
 
 impl RedisOptions {
-    /// Its clock can be moved; see [`RedisServer::move_clock`]. Needs libfaketime.
-    #[must_use]
-    pub fn movable_clock(mut self) -> Self {
-        self.movable_clock = true;
-        self
-    }
-
     /// A line of the configuration file.
     #[must_use]
     pub fn set(mut self, setting: &str, value: impl Into<String>) -> Self {
@@ -174,16 +166,12 @@ impl RedisServer {
         }
         let text = options.configuration(dir.path(), port, tls_port);
         std::fs::write(dir.path().join("redis.conf"), text).expect("the configuration can be written");
-        if options.movable_clock {
-            write_movable(dir.path());
-        }
         Self { program: None, port, tls_port, password: options.password.clone(), dir }
     }
 
     /// `FENCELOCK_REDIS_SERVER` names another program than the `redis-server` of the path: an older version, say.
     fn launch(&mut self) {
-        let movable = self.file("movable.sh");
-        let program = if movable.exists() { movable.display().to_string() } else { program_name() };
+        let program = std::env::var("FENCELOCK_REDIS_SERVER").unwrap_or_else(|_| "redis-server".to_owned());
         let configuration = self.file("redis.conf");
         let configuration = configuration.to_str().expect("the directory has a plain name");
         self.program = match Program::start(&program, &[configuration]) {
@@ -356,17 +344,6 @@ impl RedisServer {
         self.program().signal(Signal::CONT);
     }
 
-    /// Moves its clock to this many seconds off, from one moment to the next.
-    ///
-    /// # Panics
-    /// When it was not started with a [movable clock](RedisOptions::movable_clock).
-    pub fn move_clock(&self, seconds: i64) {
-        assert!(self.file("movable.sh").exists(), "the server has a movable clock");
-        // As a whole: the server must not read half of it.
-        std::fs::write(self.file("clock.new"), format!("{seconds:+}s")).expect("the clock can be written");
-        std::fs::rename(self.file("clock.new"), self.file("clock")).expect("the clock can be set");
-    }
-
     /// Starts it again on the same port, with the data that it kept, and waits until it serves.
     ///
     /// # Panics
@@ -389,30 +366,6 @@ impl RedisServer {
         std::fs::write(&path, text).expect("the configuration can be written");
         self.launch();
     }
-}
-
-fn program_name() -> String {
-    std::env::var("FENCELOCK_REDIS_SERVER").unwrap_or_else(|_| "redis-server".to_owned())
-}
-
-/// A program that starts the server with a clock that a file moves.
-fn write_movable(dir: &Path) {
-    use std::os::unix::fs::PermissionsExt as _;
-    let libraries = ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib"];
-    let library = libraries.map(|place| Path::new(place).join("faketime/libfaketime.so.1"));
-    let library = library.iter().find(|library| library.exists());
-    let library = library.expect("libfaketime is not installed; `cargo xtask test` installs what the tests need");
-    std::fs::write(dir.join("clock"), "+0s").expect("the clock can be written");
-    let script = format!(
-        "#!/bin/sh\nexport LD_PRELOAD={} FAKETIME_TIMESTAMP_FILE={} FAKETIME_NO_CACHE=1 FAKETIME_DONT_FAKE_MONOTONIC=1\n\
-         exec {} \"$@\"\n",
-        library.display(),
-        dir.join("clock").display(),
-        program_name()
-    );
-    let path = dir.join("movable.sh");
-    std::fs::write(&path, script).expect("the program can be written");
-    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).expect("it can be made a program");
 }
 
 /// A server of its own as the subject of a conformance check.

@@ -29,7 +29,7 @@ pub(super) enum Code {
     Renew,
     /// Renew, and bring back what a node has lost.
     Restore,
-    /// Take back a vote and go on waiting.
+    /// Take back a proposal: the votes for it, and its place in line.
     Undo,
     Release,
     /// Release whatever there is of an owner, also what is on its way.
@@ -279,12 +279,12 @@ impl Batch {
 
     fn count_one(&self, op: &Op, tally: &mut Tally, voice: Voice, next: &mut Next) {
         tally.done += 1;
-        let claim = matches!(op.code, Code::Acquire | Code::Try);
         match &voice.answer {
             Answer::Granted if voice.votes => tally.yes += 1,
             // A node that does not vote on claims still tells the truth about a hold.
             Answer::Renewed | Answer::Freed => tally.yes += 1,
-            Answer::Failed(..) if !claim => {}
+            // It can change nothing, and yet whoever is told that it was not enough wants to know what the others say.
+            Answer::Failed(..) => {}
             _ => tally.no += 1,
         }
         let granted = voice.answer == Answer::Granted;

@@ -138,7 +138,7 @@ impl Candidate<'_> {
         if in_vain || Clock::Boot.now() >= self.give_up {
             return Err(self.engine.council.too_few(&outcome.voices));
         }
-        self.engine.council.post(self.op(Code::Undo));
+        self.step_back();
         tokio::time::sleep(Duration::from_millis(20) + self.pause()).await;
         self.propose();
         Ok(())
@@ -209,51 +209,57 @@ impl Candidate<'_> {
             if let Some(error) = final_answer(&outcome) {
                 return Err(error);
             }
-            let granted = outcome.voices.iter().any(|voice| voice.answer == Answer::Granted);
-            let (look, again) = match self.find(&outcome) {
+            let look = match self.find(&outcome) {
                 Finding::Held { look, foreign } => {
-                    if granted {
-                        self.engine.council.post(self.op(Code::Undo));
-                    }
                     // A client of the common recipe tells nobody when it releases.
-                    (if foreign { look.min(Duration::from_millis(100 + random() % 200)) } else { look }, false)
+                    if foreign { look.min(Duration::from_millis(100 + random() % 200)) } else { look }
                 }
-                Finding::Split { best } => {
+                // Whoever has the highest token waits a little for the others to step back.
+                Finding::Split { best: true } if self.splits % 4 != 3 => {
                     self.splits += 1;
-                    if granted && !(best && self.splits % 4 != 0) {
-                        self.engine.council.post(self.op(Code::Undo));
-                    }
-                    (self.pause() * if best { 4 } else { 1 }, !best || self.splits % 4 == 0)
+                    self.pause() * 4
                 }
-                Finding::TooLow => {
-                    if granted {
-                        self.engine.council.post(self.op(Code::Undo));
-                    }
+                Finding::Split { .. } => {
+                    self.splits += 1;
+                    self.step_back();
+                    tokio::time::sleep(self.pause()).await;
                     self.propose();
                     continue;
                 }
-                Finding::TooFew if self.placed => (Duration::from_millis(200), false),
+                Finding::TooLow => {
+                    self.step_back();
+                    self.propose();
+                    continue;
+                }
+                Finding::TooFew if self.placed => Duration::from_millis(200),
                 Finding::TooFew => {
                     self.be_patient(&outcome).await?;
                     continue;
                 }
             };
-            if let Some(grant) = self.listen(&mut expected.told, look).await {
+            if let Some(grant) = self.listen(&mut expected.told, look, &outcome).await {
                 return Ok(grant);
             }
             // A holder, or somebody who tried, had a higher token: this one's must be above it, wherever it is asked for.
-            if again || self.highest > self.token {
+            if self.highest > self.token {
+                self.step_back();
                 self.propose();
             }
         }
     }
 
-    /// Waits until a majority has handed the lock over, or until it is worth asking again.
-    async fn listen(&self, told: &mut Told, look: Duration) -> Option<Grant> {
+    /// Takes the proposal back on all nodes. It must not be counted again: what a node says of it may be old.
+    fn step_back(&self) {
+        self.engine.council.post(self.op(Code::Undo));
+    }
+
+    /// Waits until a majority has handed the lock over, or until it is worth asking again. What was granted before counts as well.
+    async fn listen(&self, told: &mut Told, look: Duration, outcome: &Outcome) -> Option<Grant> {
         let mut until = Clock::Boot.now().after(look);
-        let mut from = Moment::NEVER;
-        let mut window = Duration::MAX;
-        let mut votes: HashSet<usize> = HashSet::new();
+        let granted = outcome.voices.iter().filter(|voice| voice.votes && voice.answer == Answer::Granted);
+        let mut votes: HashSet<usize> = granted.map(|voice| voice.node).collect();
+        let mut from = if votes.is_empty() { Moment::NEVER } else { outcome.sent };
+        let mut window = self.claim.ttl;
         loop {
             let (node, push) = tokio::select! {
                 biased;

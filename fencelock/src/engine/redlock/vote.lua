@@ -14,7 +14,7 @@
 -- ARGV: how long T outlives the lease in ms, claim window in ms, life of Q, W and X in ms; then groups of operations, in the order
 --   of KEYS: code, count, ttl in ms, \n session \n label (for i: how many waiters to show), and for each operation token ':' owner
 -- Codes: a acquire or wait (again: confirm, or look)   t acquire or leave it   n renew   c renew, or bring back
---   r release   x give up: also what is on its way   u undo a vote, and go on waiting   v evict   i inspect
+--   r release   x give up: also what is on its way   u take a proposal back   v evict   i inspect
 -- Reply: server time in µs (with \n and the reason, if this node does not vote), a text with one letter per operation, and what some
 -- letters have to say, in their order:
 --   g granted   b busy {K, lease left in ms}   w waits {K, lease left in ms, how many ahead}   l too low {highest accepted}
@@ -175,7 +175,11 @@ local function set_up()
       settle(K, who)
       return 'f'
     end
-    if code == 'u' then return '0' end
+    if code == 'u' then
+      local record = call('HGET', 'fencelock:rw:' .. K, owner)
+      if record and match(record, '^%d+\n%d+\n(%d+:%x+)') == who then forget(K, owner) end
+      return '0'
+    end
     local score = call('ZSCORE', 'fencelock:rq:' .. K, owner)
     if score and tonumber(score) <= tonumber(sub(who, 1, 16)) then
       forget(K, owner)

@@ -174,21 +174,12 @@ async fn restarted_empty(options: &str) -> (World, fencelock::Guard) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_node_that_came_back_empty_does_not_vote() {
     let (world, guard) = restarted_empty("patience=3s&timeout=5s").await;
-    assert!(world.near.mutex(NAME).try_acquire().await.is_ok_and(|second| second.is_none()) || guard_is_alone(&world).await);
+    assert!(world.near.mutex(NAME).try_acquire().await.unwrap().is_none(), "two holders");
     // A client that comes later sees it as well.
-    let late = connect(format!("{}?patience=1s", world.nodes.url())).await.unwrap();
-    let second = late.mutex(NAME).try_acquire().await;
-    assert!(!matches!(second, Ok(Some(_))), "two holders");
-    if let Err(error) = second {
-        assert!(error.to_string().contains("does not vote"), "{error}");
-    }
+    let late = connect(format!("{}?patience=3s&timeout=5s", world.nodes.url())).await.unwrap();
+    assert!(late.mutex(NAME).try_acquire().await.unwrap().is_none(), "two holders");
     assert!(guard.is_valid());
     guard.release().await.unwrap();
-}
-
-async fn guard_is_alone(world: &World) -> bool {
-    let error = world.near.mutex(NAME).try_acquire().await.err();
-    error.is_some_and(|error| error.to_string().contains("does not vote"))
 }
 
 /// The same without the protection, which shows that the test above can fail. The token tells who is newer.
@@ -198,6 +189,24 @@ async fn without_quarantine_there_are_two_holders_and_the_newer_has_the_higher_t
     let second = at_once("nodes 2, 3 and 4 vote for it", world.near.mutex(NAME).ttl(LONG).acquire()).await.unwrap();
     assert!(first.is_valid() && second.is_valid());
     assert!(second.token() > first.token());
+}
+
+/// Three of five came back empty: nobody gets anything until all leases of before are over, and the error says why.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn when_a_majority_came_back_empty_the_error_says_so() {
+    let mut nodes = Nodes::start(5);
+    let client = connect(format!("{}?patience=1s&timeout=5s&max_ttl=4s&ttl=2s", nodes.url())).await.unwrap();
+    let first = client.mutex(NAME).acquire().await.unwrap();
+    for index in [1, 2, 3] {
+        nodes.servers[index].kill();
+        nodes.servers[index].start_again();
+    }
+    let late = connect(format!("{}?patience=1s&timeout=5s&max_ttl=4s&ttl=2s", nodes.url())).await.unwrap();
+    let error = late.mutex("another").acquire().await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+    assert!(error.to_string().matches("does not vote for another").count() == 3, "{error}");
+    drop(first);
+    eventually("they vote again", async || late.mutex("another").try_acquire().await.is_ok_and(|guard| guard.is_some())).await;
 }
 
 /// A node that writes everything to its disk has nothing to forget.
@@ -212,7 +221,7 @@ async fn a_node_that_persists_every_write_votes_after_a_restart() {
         nodes.servers[index].start_again();
     }
     assert_eq!(nodes.holding(NAME), 3);
-    let late = connect(format!("{}?patience=1s", nodes.url())).await.unwrap();
+    let late = connect(format!("{}?patience=3s&timeout=5s", nodes.url())).await.unwrap();
     assert!(late.mutex(NAME).try_acquire().await.unwrap().is_none());
     guard.release().await.unwrap();
     late.mutex(NAME).acquire().await.unwrap().release().await.unwrap();
@@ -250,15 +259,13 @@ async fn jumped(options: &str) -> (World, fencelock::Guard, Client) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_node_whose_clock_jumped_does_not_vote() {
     let (world, first, other) = jumped("patience=500ms&timeout=5s").await;
-    let error = other.mutex(NAME).ttl(LONG).try_acquire().await.unwrap_err();
-    assert!(error.to_string().contains("its clock jumped by +3600"), "{error}");
+    assert!(other.mutex(NAME).ttl(LONG).try_acquire().await.unwrap().is_none(), "two holders");
     assert!(first.is_valid());
     // All others are told: a client that knows nothing of how the clock was does not count it either.
     let told = async || world.nodes.servers[2].ask::<u64>(&["EXISTS", "fencelock:redlock:out"]) == 1;
     eventually("the node knows that it is out", told).await;
     let late = connect(format!("{}?patience=500ms&timeout=5s", world.nodes.url())).await.unwrap();
-    let error = late.mutex(NAME).ttl(LONG).try_acquire().await.unwrap_err();
-    assert!(error.to_string().contains("its clock jumped"), "{error}");
+    assert!(late.mutex(NAME).ttl(LONG).try_acquire().await.unwrap().is_none(), "two holders");
     // A minority that is out keeps nobody from other locks.
     late.mutex("another").try_acquire().await.unwrap().expect("four nodes vote").release().await.unwrap();
     first.release().await.unwrap();

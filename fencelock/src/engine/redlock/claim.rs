@@ -160,11 +160,17 @@ impl Candidate<'_> {
                 Answer::TooLow(_) => low += 1,
                 _ => {}
             }
-            unknown -= 1;
-            votes += usize::from(voice.votes);
+            // A node that does not vote may have forgotten whom it voted for.
+            if voice.votes {
+                votes += 1;
+                unknown -= 1;
+            }
         }
-        if let Some((rival, _)) = rivals.iter().find(|(_, count)| *count + unknown >= majority) {
-            return Finding::Held { look: self.look(outcome), foreign: Who::read(rival).is_none() };
+        if let Some((rival, count)) = rivals.iter().find(|(_, count)| **count + unknown >= majority) {
+            // If only those say so whom nobody hears, it is worth asking again soon.
+            let soon = Duration::from_millis(100 + random() % 200);
+            let look = if *count < majority { self.look(outcome).min(soon) } else { self.look(outcome) };
+            return Finding::Held { look, foreign: Who::read(rival).is_none() };
         }
         if votes < majority {
             return Finding::TooFew;

@@ -157,7 +157,8 @@ pub(crate) struct RedlockEngine {
 impl RedlockEngine {
     /// Waits for the nodes; an error when too few are there.
     async fn assemble(&self) -> Result<()> {
-        self.council.assembled(self.timeout * 3).await;
+        // Every attempt ends by itself; a busy machine may need several answers for one.
+        self.council.assembled(self.timeout * 4 + Duration::from_secs(5)).await;
         let up = self.council.nodes.iter().filter(|node| node.down().is_none()).count();
         if up >= self.council.majority {
             return Ok(());

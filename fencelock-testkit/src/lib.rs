@@ -8,6 +8,7 @@
 //! | [`torture`] | processes that hammer an engine under the eyes of the checker; `fencelock torture` |
 //! | [`sabotage`] | engines that break one promise each: they prove that suite and checker can fail |
 //! | [`redis`] | real Redis servers, which can be stopped, killed and started again |
+//! | [`redlock`] | several of them, independent of each other |
 //! | [`proxy`] | the network between a client and a server, with faults |
 //! | [`measure`] | throughput and latency; `fencelock bench` |
 //! | [`scripted`] | an engine that answers as it is told: late, never, wrongly; for the keeper |
@@ -22,6 +23,7 @@ pub mod measure;
 pub mod probe;
 pub mod proxy;
 pub mod redis;
+pub mod redlock;
 pub mod relay;
 pub mod rng;
 pub mod sabotage;

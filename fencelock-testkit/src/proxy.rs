@@ -45,6 +45,8 @@ struct Faults {
     hold_below: u64,
     /// Nothing passes in either direction.
     partition: bool,
+    /// So many seconds the server's clock seems to be ahead.
+    ahead: u64,
 }
 
 impl Faults {
@@ -172,6 +174,11 @@ impl Proxy {
     /// Everything takes this much longer, in each direction.
     pub fn delay(&self, span: Duration) {
         self.change(|faults, _| faults.delay = span);
+    }
+
+    /// The server's clock seems to have jumped ahead: the times in µs with which its scripts' answers begin are changed.
+    pub fn shift_clock(&self, seconds: u64) {
+        self.change(|faults, _| faults.ahead = seconds);
     }
 
     /// All is well again. Connections on which answers were swallowed are cut.
@@ -313,6 +320,10 @@ impl Connection {
             {
                 overheard.extend_from_slice(&buffer[..count]);
             }
+            let ahead = faults.borrow().ahead;
+            if way == Way::ToClient && ahead > 0 {
+                shift_times(&mut buffer[..count], ahead * 1_000_000);
+            }
             let delay = faults.borrow().delay;
             if !delay.is_zero() {
                 tokio::time::sleep(delay).await;
@@ -332,5 +343,21 @@ impl Connection {
             self.counters.lost.fetch_add(1, Ordering::SeqCst);
         }
         lose
+    }
+}
+
+/// Adds this many µs to each time of 16 digits that is the first element of an array.
+fn shift_times(bytes: &mut [u8], micros: u64) {
+    const MARK: &[u8] = b"\r\n$16\r\n";
+    let mut from = 0;
+    while let Some(found) = bytes[from..].windows(MARK.len()).position(|window| window == MARK) {
+        let (head, digits) = (from + found, from + found + MARK.len());
+        from = digits;
+        let first = bytes[..head].iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
+        let time =
+            bytes.get(digits..digits + 16).and_then(|digits| std::str::from_utf8(digits).ok()?.parse::<u64>().ok());
+        if let (Some(b'*'), Some(time)) = (bytes.get(first), time) {
+            bytes[digits..digits + 16].copy_from_slice(format!("{:016}", time + micros).as_bytes());
+        }
     }
 }

@@ -20,6 +20,9 @@ pub(super) struct Job {
     pub(super) workers: u32,
     pub(super) names: u32,
     pub(super) ttl: Duration,
+    pub(super) hold: Duration,
+    /// Whether the engine has read/write locks, and semaphores.
+    pub(super) offered: (bool, bool),
     pub(super) patience: Duration,
     /// In nanoseconds since boot.
     pub(super) ends: u64,
@@ -44,6 +47,8 @@ impl Job {
             workers: plan.workers,
             names: plan.names,
             ttl: plan.ttl,
+            hold: plan.hold,
+            offered: (true, true),
             patience: plan.patience,
             ends: Recorder::now().saturating_add(lasts),
             seed: plan.seed,
@@ -66,8 +71,9 @@ impl Job {
     fn target(&self, number: u32) -> Target {
         let (sort, modes) = match number % 3 {
             0 => ("mutex", vec![Mode::Exclusive]),
-            1 => ("rwlock", vec![Mode::Shared, Mode::Shared, Mode::Exclusive]),
-            _ => ("semaphore", vec![Mode::Permit { of: 2 + number % 2 }]),
+            1 if self.offered.0 => ("rwlock", vec![Mode::Shared, Mode::Shared, Mode::Exclusive]),
+            2 if self.offered.1 => ("semaphore", vec![Mode::Permit { of: 2 + number % 2 }]),
+            _ => ("mutex", vec![Mode::Exclusive]),
         };
         Target { name: format!("{}{sort}:{number}", self.prefix), modes }
     }

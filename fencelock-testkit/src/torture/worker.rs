@@ -208,6 +208,12 @@ impl Worker {
             }
             self.see_valid(claim, guard);
         }
+        if !self.job.hold.is_zero() {
+            let until = Recorder::now() + nanos(self.dice.span(self.job.hold));
+            while Recorder::now() < until && self.see_valid(claim, guard) {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        }
         drop(inside);
     }
 

@@ -10,6 +10,8 @@ pub use line::rule;
 pub(crate) mod memory;
 #[cfg(feature = "redis")]
 pub(crate) mod redis;
+#[cfg(feature = "redlock")]
+pub(crate) mod redlock;
 
 use crate::{Claim, Clock, Error, ErrorKind, Grant, Hold, Name, Owner, Release, Renewal, Result, Status};
 use async_trait::async_trait;
@@ -123,6 +125,7 @@ pub(crate) async fn open(url: &crate::url::Url, text: &str) -> Result<std::sync:
         "file" => open_file(url).await,
         "redis" | "rediss" | "redis+unix" | "redis+sentinel" | "rediss+sentinel" | "redis+cluster"
         | "rediss+cluster" => open_redis(url, text).await,
+        "redlock" | "redlocks" => open_redlock(url, text).await,
         other => Err(unknown_scheme(other)),
     }
 }
@@ -147,8 +150,18 @@ async fn open_redis(url: &crate::url::Url, _: &str) -> Result<std::sync::Arc<dyn
     Err(Error::new(ErrorKind::Unsupported, format!("{}: needs the cargo feature `redis`", url.scheme)))
 }
 
+#[cfg(feature = "redlock")]
+async fn open_redlock(url: &crate::url::Url, text: &str) -> Result<std::sync::Arc<dyn Engine>> {
+    Ok(std::sync::Arc::new(redlock::open(url, text).await?))
+}
+
+#[cfg(not(feature = "redlock"))]
+async fn open_redlock(url: &crate::url::Url, _: &str) -> Result<std::sync::Arc<dyn Engine>> {
+    Err(Error::new(ErrorKind::Unsupported, format!("{}: needs the cargo feature `redlock`", url.scheme)))
+}
+
 fn unknown_scheme(scheme: &str) -> Error {
-    let planned = ["redlock", "zk", "etcd", "etcds", "postgres", "mysql"];
+    let planned = ["zk", "etcd", "etcds", "postgres", "mysql"];
     if planned.contains(&scheme) {
         return Error::new(
             ErrorKind::Unsupported,

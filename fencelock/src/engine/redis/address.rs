@@ -93,10 +93,14 @@ pub(crate) async fn open(url: &Url, text: &str) -> Result<RedisEngine> {
     url.finish(&OPTIONS)?;
     let scheme = url.scheme.as_str();
     let several = matches!(scheme, "redis+sentinel" | "rediss+sentinel" | "redis+cluster" | "rediss+cluster");
-    let (info, address, hosts) = if several { several_hosts(scheme, text)? } else { one_host(scheme, text)? };
-    if matches!(info.addr(), ConnectionAddr::TcpTls { .. }) && CryptoProvider::get_default().is_none() {
-        // TLS panics in a program that has chosen no cryptography. Somebody else may choose at the same moment: that is as good.
-        let _ = rustls::crypto::ring::default_provider().install_default();
+    let (info, address, hosts) = if several {
+        several_hosts(scheme, text)?
+    } else {
+        let (info, address) = connection_info(&url, text)?;
+        (info, address, Hosts::default())
+    };
+    if matches!(info.addr(), ConnectionAddr::TcpTls { .. }) {
+        choose_cryptography();
     }
     let in_cluster = scheme.ends_with("+cluster");
     let (pushes, arrived) = mpsc::unbounded_channel();
@@ -139,6 +143,14 @@ pub(crate) async fn open(url: &Url, text: &str) -> Result<RedisEngine> {
     };
     engine.nodes.connect().await.map_err(|fault| fault.error.at_engine(&engine.address))?;
     Ok(engine)
+}
+
+/// TLS panics in a program that has chosen no cryptography.
+pub(in crate::engine) fn choose_cryptography() {
+    if CryptoProvider::get_default().is_none() {
+        // Somebody else may choose at the same moment: that is as good.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+    }
 }
 
 struct Options {
@@ -185,7 +197,7 @@ impl Options {
     }
 }
 
-fn tls(url: &mut Url) -> Result<Option<TlsCertificates>> {
+pub(in crate::engine) fn tls(url: &mut Url) -> Result<Option<TlsCertificates>> {
     let mut read = |option: &str| {
         url.take(option)
             .map(|path| {
@@ -229,7 +241,8 @@ fn settled(info: ConnectionInfo) -> ConnectionInfo {
 }
 
 /// What to connect to, and the address to show: without secrets.
-fn one_host(scheme: &str, text: &str) -> Result<(ConnectionInfo, String, Hosts)> {
+pub(in crate::engine) fn connection_info(url: &Url, text: &str) -> Result<(ConnectionInfo, String)> {
+    let scheme = &url.scheme;
     let bare = text.split_once('?').map_or(text, |(bare, _)| bare);
     let bare = bare.strip_prefix("redis+").unwrap_or(bare);
     let info = bare.into_connection_info().map_err(|error| {
@@ -247,9 +260,9 @@ fn one_host(scheme: &str, text: &str) -> Result<(ConnectionInfo, String, Hosts)>
         ConnectionAddr::Tcp(host, port) => format!("redis://{host}:{port}{db}"),
         ConnectionAddr::TcpTls { host, port, .. } => format!("rediss://{host}:{port}{db}"),
         ConnectionAddr::Unix(path) => format!("redis+unix://{}", path.display()),
-        _ => scheme.to_owned(),
+        _ => scheme.clone(),
     };
-    Ok((info, address, Hosts::default()))
+    Ok((info, address))
 }
 
 /// `[user:password@]host[:port],host[:port],…`, for Sentinels followed by `/master-name[/db]`.

@@ -24,6 +24,7 @@ mod status;
 mod takeover;
 
 pub(crate) use self::address::open;
+pub(in crate::engine) use self::address::{choose_cryptography, connection_info, tls};
 use self::fault::{Fault, told};
 use self::key::Keys;
 use self::link::{Link, Push};
@@ -39,6 +40,11 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::{Notify, mpsc};
+
+/// What an error of the server means, for people. `sent`: the request may have reached it.
+pub(in crate::engine) fn explain(error: redis::RedisError, sent: bool) -> Error {
+    fault::fault(error, sent).error
+}
 
 /// Who of this client waits, for which key, and how to tell it.
 #[derive(Default)]

@@ -1,0 +1,411 @@
+//! Operations, what nodes answer to them, and how the answers are counted.
+//!
+//! Operations that many tasks issue at the same time travel in one batch, which all nodes get. Each operation is decided as soon as
+//! the answers that are in decide it; nobody waits for a slow node whose answer cannot change anything.
+
+use crate::{Moment, Name, Owner};
+use redis::{Cmd, Script, Value};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+use tokio::sync::oneshot;
+
+/// How long a handed-over lock is held before its new holder has reacted.
+const WINDOW: Duration = Duration::from_millis(900);
+/// How long a token is remembered after the last lease of its lock; later ones are above it by the nodes' clocks.
+pub(super) const REMEMBER: Duration = Duration::from_secs(600);
+/// How long waiters' records and the marks of given-up claims outlive the last sign of life.
+const LINGER: Duration = Duration::from_secs(60);
+const SOURCE: &str = include_str!("vote.lua");
+
+static VOTE: LazyLock<Script> = LazyLock::new(|| Script::new(SOURCE));
+
+/// An operation of `vote.lua`. In this order they stand in a batch: a claim before its own release.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Code {
+    /// Acquire or wait.
+    Acquire,
+    /// Acquire or leave it.
+    Try,
+    Renew,
+    /// Renew, and bring back what a node has lost.
+    Restore,
+    /// Take back a proposal: the votes for it, and its place in line.
+    Undo,
+    Release,
+    /// Release whatever there is of an owner, also what is on its way.
+    GiveUp,
+    Evict,
+    Inspect,
+}
+
+impl Code {
+    fn letter(self) -> &'static str {
+        match self {
+            Code::Acquire => "a",
+            Code::Try => "t",
+            Code::Renew => "n",
+            Code::Restore => "c",
+            Code::Undo => "u",
+            Code::Release => "r",
+            Code::GiveUp => "x",
+            Code::Evict => "v",
+            Code::Inspect => "i",
+        }
+    }
+
+    /// Something that must reach every node in the end, since it makes room for others.
+    pub(super) fn is_debt(self) -> bool {
+        matches!(self, Code::Undo | Code::Release | Code::GiveUp)
+    }
+}
+
+/// A proposal: a token for an owner. What a node keeps under the lock's name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Who {
+    pub(super) token: u64,
+    pub(super) owner: Owner,
+}
+
+impl Who {
+    /// Tokens have 16 digits, so that they compare as texts: times in µs from 2001 to 2286.
+    pub(super) const LEAST: u64 = 1_000_000_000_000_000;
+
+    pub(super) fn text(self) -> String {
+        format!("{:016}:{}", self.token, self.owner)
+    }
+
+    pub(super) fn read(text: &str) -> Option<Self> {
+        let (token, owner) = text.split_once(':')?;
+        Some(Self { token: token.parse().ok()?, owner: owner.parse().ok()? }).filter(|_| token.len() == 16)
+    }
+}
+
+/// One operation, and whom to tell.
+#[derive(Debug)]
+pub(super) struct Op {
+    pub(super) code: Code,
+    pub(super) name: Name,
+    pub(super) who: Who,
+    pub(super) ttl: Duration,
+    /// What nodes note of the owner.
+    pub(super) note: Arc<str>,
+    pub(super) tell: Option<oneshot::Sender<Outcome>>,
+}
+
+impl Op {
+    /// The same with another purpose and nobody to tell.
+    pub(super) fn turned_into(&self, code: Code) -> Self {
+        Self { code, name: self.name.clone(), who: self.who, ttl: self.ttl, note: Arc::clone(&self.note), tell: None }
+    }
+}
+
+/// What a node says of the one who holds on it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Holder {
+    pub(super) value: String,
+    /// `None` when it stays for ever.
+    pub(super) left: Option<Duration>,
+}
+
+/// What a node answers to one operation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Answer {
+    Granted,
+    Busy(Holder),
+    Waits {
+        holder: Holder,
+        ahead: u64,
+    },
+    TooLow(u64),
+    GivenUp,
+    Renewed,
+    /// Nobody holds.
+    Missing,
+    /// Somebody else holds.
+    Others,
+    Freed,
+    Withdrawn,
+    Nothing,
+    Seen(Seen),
+    /// The node refused this operation.
+    Refused(Arc<str>),
+    /// The node cannot be reached, or did not answer. `true`: it may have carried it out.
+    Failed(Arc<str>, bool),
+}
+
+/// A lock as one node sees it.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(super) struct Seen {
+    pub(super) value: String,
+    pub(super) left: Option<Duration>,
+    pub(super) note: String,
+    pub(super) waiters: Vec<String>,
+    /// The node's time in µs.
+    pub(super) now: u64,
+}
+
+/// One node's answer, and whether it counts as a vote.
+#[derive(Debug, Clone)]
+pub(super) struct Voice {
+    pub(super) node: usize,
+    pub(super) votes: bool,
+    pub(super) answer: Answer,
+}
+
+/// How an operation was decided.
+#[derive(Debug)]
+pub(super) struct Outcome {
+    /// A majority granted, renewed, freed.
+    pub(super) won: bool,
+    /// When the first request was sent.
+    pub(super) sent: Moment,
+    /// What was answered by then.
+    pub(super) voices: Vec<Voice>,
+}
+
+/// A node's reply to a batch.
+#[derive(Debug)]
+pub(super) struct Reply {
+    /// The node's time in µs.
+    pub(super) now: u64,
+    /// Why the node does not vote, as it says itself, and for how long.
+    pub(super) out: Option<(String, Duration)>,
+    pub(super) answers: Vec<Answer>,
+}
+
+#[derive(Debug)]
+struct Tally {
+    /// Counted votes.
+    yes: usize,
+    /// Nodes that said no for good.
+    no: usize,
+    done: usize,
+    voices: Vec<Voice>,
+    tell: Option<oneshot::Sender<Outcome>>,
+    decided: Option<bool>,
+    /// What follows from a late answer was done.
+    followed: bool,
+}
+
+/// Operations that travel together.
+#[derive(Debug)]
+pub(super) struct Batch {
+    pub(super) ops: Vec<Op>,
+    sent: Moment,
+    nodes: usize,
+    majority: usize,
+    by_hash: OnceLock<Cmd>,
+    tallies: Mutex<(usize, Vec<Tally>)>,
+}
+
+/// What is to be done after an answer was counted.
+#[derive(Debug, Default)]
+pub(super) struct Next {
+    pub(super) ops: Vec<Op>,
+    /// A majority has answered: there is room for another batch.
+    pub(super) room: bool,
+}
+
+impl Batch {
+    pub(super) fn new(mut ops: Vec<Op>, sent: Moment, nodes: usize) -> Self {
+        ops.sort_by_key(|op| op.code);
+        let tally = |op: &mut Op| Tally {
+            yes: 0,
+            no: 0,
+            done: 0,
+            voices: Vec::with_capacity(nodes),
+            tell: op.tell.take(),
+            decided: None,
+            followed: false,
+        };
+        let tallies = ops.iter_mut().map(tally).collect();
+        Self { ops, sent, nodes, majority: nodes / 2 + 1, by_hash: OnceLock::new(), tallies: Mutex::new((0, tallies)) }
+    }
+
+    /// The command that carries it; made once for all nodes.
+    pub(super) fn command(&self) -> &Cmd {
+        self.by_hash.get_or_init(|| self.encode(true))
+    }
+
+    /// For a node that does not know the script.
+    pub(super) fn command_with_source(&self) -> Cmd {
+        self.encode(false)
+    }
+
+    fn encode(&self, by_hash: bool) -> Cmd {
+        let mut command = redis::cmd(if by_hash { "EVALSHA" } else { "EVAL" });
+        command.arg(if by_hash { VOTE.get_hash() } else { SOURCE }).arg(self.ops.len());
+        for op in &self.ops {
+            command.arg(op.name.as_str());
+        }
+        command.arg(millis(REMEMBER)).arg(millis(WINDOW)).arg(millis(LINGER));
+        let alike = |a: &Op, b: &Op| a.code == b.code && a.ttl == b.ttl && a.note == b.note;
+        for group in self.ops.chunk_by(alike) {
+            let [first, ..] = group else { continue };
+            command.arg(first.code.letter()).arg(group.len()).arg(millis(first.ttl)).arg(&*first.note);
+            for op in group {
+                command.arg(op.who.text());
+            }
+        }
+        command
+    }
+
+    fn tallies(&self) -> MutexGuard<'_, (usize, Vec<Tally>)> {
+        self.tallies.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts a node's reply. Proposals up to `floor` are no votes; `None`: the node does not vote at all.
+    pub(super) fn count(&self, node: usize, floor: Option<u64>, answers: Vec<Answer>) -> Next {
+        let mut next = Next::default();
+        let mut tallies = self.tallies();
+        tallies.0 += 1;
+        next.room = tallies.0 == self.majority;
+        for ((op, tally), answer) in self.ops.iter().zip(&mut tallies.1).zip(answers) {
+            let votes = floor.is_some_and(|floor| op.who.token > floor);
+            self.count_one(op, tally, Voice { node, votes, answer }, &mut next);
+        }
+        next
+    }
+
+    /// Counts a node that cannot be reached.
+    pub(super) fn count_failed(&self, node: usize, why: &Arc<str>, sent: bool) -> Next {
+        let answers = self.ops.iter().map(|_| Answer::Failed(Arc::clone(why), sent)).collect();
+        self.count(node, None, answers)
+    }
+
+    fn count_one(&self, op: &Op, tally: &mut Tally, voice: Voice, next: &mut Next) {
+        tally.done += 1;
+        match &voice.answer {
+            Answer::Granted if voice.votes => tally.yes += 1,
+            // A node that does not vote on claims still tells the truth about a hold.
+            Answer::Renewed | Answer::Freed => tally.yes += 1,
+            // It can change nothing, and yet whoever is told that it was not enough wants to know what the others say.
+            Answer::Failed(..) => {}
+            _ => tally.no += 1,
+        }
+        let granted = voice.answer == Answer::Granted;
+        let unsure = matches!(voice.answer, Answer::Failed(_, true));
+        let missing = voice.answer == Answer::Missing;
+        if tally.decided.is_none() {
+            tally.voices.push(voice);
+            tally.decided = self.decide(op.code, tally);
+            if let Some(won) = tally.decided
+                && let Some(tell) = tally.tell.take()
+            {
+                let voices = std::mem::take(&mut tally.voices);
+                self.follow_decision(op, won, &voices, tally, next);
+                let _ = tell.send(Outcome { won, sent: self.sent, voices });
+            }
+        } else if !tally.followed {
+            match (op.code, tally.decided) {
+                (Code::Try, Some(false)) if granted || unsure => {
+                    tally.followed = true;
+                    next.ops.push(op.turned_into(Code::Undo));
+                }
+                (Code::Renew, Some(true)) if missing => {
+                    tally.followed = true;
+                    next.ops.push(op.turned_into(Code::Restore));
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// A lost vote is taken back; a renewed hold is brought back where it is missing.
+    fn follow_decision(&self, op: &Op, won: bool, voices: &[Voice], tally: &mut Tally, next: &mut Next) {
+        let any = |what: fn(&Answer) -> bool| voices.iter().any(|voice| what(&voice.answer));
+        let code = match op.code {
+            Code::Try if !won && any(|answer| matches!(answer, Answer::Granted | Answer::Failed(_, true))) => {
+                Code::Undo
+            }
+            Code::Renew if won && any(|answer| *answer == Answer::Missing) => Code::Restore,
+            _ => return,
+        };
+        tally.followed = true;
+        next.ops.push(op.turned_into(code));
+    }
+
+    fn decide(&self, code: Code, tally: &Tally) -> Option<bool> {
+        let all = tally.done == self.nodes;
+        let hopeless = tally.no > self.nodes - self.majority;
+        match code {
+            Code::Acquire | Code::Try | Code::Renew | Code::Release | Code::GiveUp => {
+                if tally.yes >= self.majority {
+                    Some(true)
+                } else {
+                    (all || hopeless).then_some(false)
+                }
+            }
+            Code::Restore | Code::Undo | Code::Evict | Code::Inspect => all.then_some(tally.yes >= self.majority),
+        }
+    }
+}
+
+pub(super) fn millis(span: Duration) -> u64 {
+    u64::try_from(span.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// Reads what `vote.lua` returned.
+pub(super) fn read(value: Value, count: usize) -> Option<Reply> {
+    let Value::Array(values) = value else { return None };
+    let mut values = values.into_iter();
+    let head = text(&values.next()?)?;
+    let mut head = head.splitn(3, '\n');
+    let now: u64 = head.next()?.parse().ok()?;
+    let out = head.next().map(str::to_owned);
+    let out_for = head.next().and_then(|ms| ms.parse().ok()).map_or(Duration::MAX, Duration::from_millis);
+    let Value::BulkString(letters) = values.next()? else { return None };
+    let answers: Option<Vec<Answer>> = letters.iter().map(|letter| answer(*letter, &mut values, now)).collect();
+    let answers = answers.filter(|answers| answers.len() == count)?;
+    Some(Reply { now, out: out.map(|why| (why, out_for)), answers })
+}
+
+fn answer(letter: u8, extras: &mut impl Iterator<Item = Value>, now: u64) -> Option<Answer> {
+    Some(match letter {
+        b'g' => Answer::Granted,
+        b'y' => Answer::Renewed,
+        b'f' => Answer::Freed,
+        b'd' => Answer::Withdrawn,
+        b'0' => Answer::Nothing,
+        b'm' => Answer::Missing,
+        b'n' => Answer::Others,
+        b'x' => Answer::GivenUp,
+        b'l' => Answer::TooLow(text(&extras.next()?)?.parse().ok()?),
+        b'e' => Answer::Refused(text(&extras.next()?)?.into()),
+        b'b' | b'w' | b'i' => {
+            let Value::Array(parts) = extras.next()? else { return None };
+            detail(letter, &parts, now)?
+        }
+        _ => return None,
+    })
+}
+
+fn detail(letter: u8, parts: &[Value], now: u64) -> Option<Answer> {
+    let value = text(parts.first()?)?;
+    // Negative: it has no end.
+    let left = number(parts.get(1)?).map(Duration::from_millis);
+    Some(match letter {
+        b'b' => Answer::Busy(Holder { value, left }),
+        b'w' => Answer::Waits { holder: Holder { value, left }, ahead: number(parts.get(2)?)? },
+        _ => {
+            let Value::Array(waiters) = parts.get(3)? else { return None };
+            let waiters = waiters.iter().filter_map(text).collect();
+            Answer::Seen(Seen { value, left, note: text(parts.get(2)?)?, waiters, now })
+        }
+    })
+}
+
+pub(super) fn number(value: &Value) -> Option<u64> {
+    match value {
+        Value::Int(number) => u64::try_from(*number).ok(),
+        _ => text(value)?.parse().ok(),
+    }
+}
+
+pub(super) fn text(value: &Value) -> Option<String> {
+    match value {
+        Value::BulkString(bytes) => Some(String::from_utf8_lossy(bytes).into_owned()),
+        Value::SimpleString(text) => Some(text.clone()),
+        _ => None,
+    }
+}

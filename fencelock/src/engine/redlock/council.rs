@@ -1,0 +1,393 @@
+//! The nodes together: collects operations into batches, gives them to all nodes, and knows who may vote.
+//!
+//! Everything that touches a connection runs on one thread of its own, shared by all Redlock clients of the process: whatever happens
+//! to the caller's runtime, votes, releases and pushes go on.
+
+use super::ballot::{Answer, Batch, Code, Next, Op, Outcome, Voice, Who, millis};
+use super::node::{Intro, Node, Push, Trust};
+use crate::{Clock, Error, ErrorKind, Moment, Name, Owner, Result};
+use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use tokio::runtime::{Builder, Handle, Runtime};
+use tokio::sync::{mpsc, oneshot, watch};
+
+/// The most operations in one batch: it must not block a node for long.
+const BATCH: usize = 128;
+/// So many batches wait for their majority at the same time; more operations wait for the next one.
+const CALLS: usize = 2;
+
+static DRIVER: LazyLock<std::io::Result<Runtime>> = LazyLock::new(|| {
+    Builder::new_multi_thread().worker_threads(1).thread_name("fencelock-redlock").enable_all().build()
+});
+
+/// The runtime of all connections.
+pub(super) fn driver() -> Result<&'static Handle> {
+    match &*DRIVER {
+        Ok(runtime) => Ok(runtime.handle()),
+        Err(error) => Err(Error::new(ErrorKind::Unavailable, "no thread can be started").caused_by(error.to_string())),
+    }
+}
+
+/// When a node that may have lost its memory votes again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Quarantine {
+    /// When no lease of before can stand. A new set of nodes has nothing to wait for.
+    Auto,
+    /// The same, also for a new set of nodes.
+    Strict,
+    /// At once.
+    Off,
+}
+
+struct Desk {
+    queue: Vec<Op>,
+    calls: usize,
+    /// Holds that are renewed, and so may be brought back on nodes that lost them.
+    renewing: HashSet<Who>,
+}
+
+#[derive(Default)]
+struct Roll {
+    /// What each node told, and when its process started.
+    intros: HashMap<usize, (Intro, Moment)>,
+    /// Run ids of processes that are known to be as old as their set of nodes.
+    founders: HashSet<String>,
+}
+
+pub(super) type Told = mpsc::UnboundedReceiver<(usize, Push)>;
+type Waiting = HashMap<Owner, (Name, mpsc::UnboundedSender<(usize, Push)>)>;
+
+pub(super) struct Council {
+    pub(super) nodes: Vec<Arc<Node>>,
+    pub(super) majority: usize,
+    quarantine: Quarantine,
+    /// The longest lease that anybody uses, in ms.
+    longest: AtomicU64,
+    desk: Mutex<Desk>,
+    roll: tokio::sync::Mutex<Roll>,
+    waiting: Mutex<Waiting>,
+    lost: mpsc::UnboundedSender<Owner>,
+    /// The newest token that this client proposed by the clock.
+    last: AtomicU64,
+    /// The nodes' time against the local clock in µs, and when it was compared.
+    offset: Mutex<Option<(Moment, i64)>>,
+    /// Attempts to connect that came to an end.
+    tries: watch::Sender<u64>,
+}
+
+impl Council {
+    pub(super) fn new(
+        nodes: Vec<Arc<Node>>,
+        quarantine: Quarantine,
+        longest: Duration,
+        lost: mpsc::UnboundedSender<Owner>,
+    ) -> Self {
+        Self {
+            majority: nodes.len() / 2 + 1,
+            nodes,
+            quarantine,
+            longest: AtomicU64::new(millis(longest)),
+            desk: Mutex::new(Desk { queue: Vec::new(), calls: 0, renewing: HashSet::new() }),
+            roll: tokio::sync::Mutex::default(),
+            waiting: Mutex::default(),
+            lost,
+            last: AtomicU64::new(0),
+            offset: Mutex::new(None),
+            tries: watch::Sender::new(0),
+        }
+    }
+
+    fn desk(&self) -> MutexGuard<'_, Desk> {
+        self.desk.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn longest(&self) -> Duration {
+        Duration::from_millis(self.longest.load(Ordering::Relaxed))
+    }
+
+    /// Gives an operation to all nodes.
+    pub(super) fn submit(&self, mut op: Op) -> oneshot::Receiver<Outcome> {
+        let (tell, told) = oneshot::channel();
+        op.tell = Some(tell);
+        let mut desk = self.desk();
+        desk.add(op);
+        self.seal(&mut desk);
+        told
+    }
+
+    /// Gives many operations to all nodes.
+    pub(super) fn submit_all(&self, ops: impl IntoIterator<Item = Op>) -> Vec<oneshot::Receiver<Outcome>> {
+        let mut told = Vec::new();
+        let mut desk = self.desk();
+        for mut op in ops {
+            let (tell, answer) = oneshot::channel();
+            op.tell = Some(tell);
+            told.push(answer);
+            desk.add(op);
+        }
+        self.seal(&mut desk);
+        told
+    }
+
+    /// Gives an operation to all nodes whose outcome nobody waits for.
+    pub(super) fn post(&self, op: Op) {
+        let mut desk = self.desk();
+        desk.add(op);
+        self.seal(&mut desk);
+    }
+
+    /// All nodes get all batches in the same order, hence under the lock.
+    fn seal(&self, desk: &mut Desk) {
+        while desk.calls < CALLS && !desk.queue.is_empty() {
+            let rest = if desk.queue.len() > BATCH { desk.queue.split_off(BATCH) } else { Vec::new() };
+            let ops = std::mem::replace(&mut desk.queue, rest);
+            desk.calls += 1;
+            let batch = Arc::new(self.batch(ops));
+            for node in &self.nodes {
+                node.send(Arc::clone(&batch));
+            }
+        }
+    }
+
+    pub(super) fn batch(&self, ops: Vec<Op>) -> Batch {
+        Batch::new(ops, Clock::Boot.now(), self.nodes.len())
+    }
+
+    /// Goes on after an answer was counted.
+    pub(super) fn counted(&self, next: Next) {
+        if next.ops.is_empty() && !next.room {
+            return;
+        }
+        let mut desk = self.desk();
+        for op in next.ops {
+            // What was released meanwhile does not come back.
+            if op.code != Code::Restore || desk.renewing.contains(&op.who) {
+                desk.add(op);
+            }
+        }
+        if next.room {
+            desk.calls = desk.calls.saturating_sub(1);
+        }
+        self.seal(&mut desk);
+    }
+
+    /// A token above `seen`, above all that this client proposed by the clock, and not below the nodes' time in µs.
+    pub(super) fn propose(&self, seen: u64) -> u64 {
+        let clock = self.clock().max(Who::LEAST);
+        let next = |last: u64| Some(clock.max(last + 1));
+        let last = self.last.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).unwrap_or_default();
+        clock.max(last + 1).max(seen + 1)
+    }
+
+    /// The nodes' time in µs: that of the middle one, so that a few that are wrong do not matter.
+    fn clock(&self) -> u64 {
+        let now = Clock::Boot.now();
+        let mut offset = self.offset.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = offset.filter(|(at, _)| now.since(*at) < Duration::from_secs(1));
+        let (_, difference) = *known.as_ref().unwrap_or_else(|| {
+            let mut all: Vec<i64> = self.nodes.iter().filter_map(|node| node.offset()).collect();
+            all.sort_unstable();
+            offset.insert((now, all.get(all.len() / 2).copied().unwrap_or(0)))
+        });
+        let local = i64::try_from(now.as_nanos() / 1_000).unwrap_or(i64::MAX);
+        u64::try_from(local.saturating_add(difference)).unwrap_or(0)
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From now on, what nodes push for this owner is told. One claim at a time.
+    pub(super) fn expect(self: &Arc<Self>, owner: Owner, name: &Name) -> Result<Expected> {
+        let (tell, told) = mpsc::unbounded_channel();
+        let mut waiting = self.waiting();
+        if waiting.contains_key(&owner) {
+            return Err(Error::invalid(
+                "this owner is waiting for a lock already; an owner stands for one acquisition at a time",
+            ));
+        }
+        waiting.insert(owner, (name.clone(), tell));
+        Ok(Expected { council: Arc::clone(self), owner, told })
+    }
+
+    /// Passes on what a node pushed.
+    pub(super) fn route(&self, node: usize, push: Push) {
+        match &push {
+            Push::Granted { owner, key, .. } | Push::Look { owner, key } => {
+                // It may wait for another lock by now; late news of this one must not be taken for news of that.
+                if let Some((_, tell)) = self.waiting().get(owner).filter(|(name, _)| name.as_str() == key) {
+                    let _ = tell.send((node, push.clone()));
+                }
+            }
+            Push::Lost { owner } => {
+                let _ = self.lost.send(*owner);
+            }
+            // Words may have been missed.
+            Push::Broken => {
+                for (_, tell) in self.waiting().values() {
+                    let _ = tell.send((node, push.clone()));
+                }
+            }
+        }
+    }
+
+    /// An attempt to connect to a node has come to an end.
+    pub(super) fn tried(&self) {
+        self.tries.send_modify(|tries| *tries += 1);
+    }
+
+    /// Waits until every node is connected or was tried in vain, or the time is over.
+    pub(super) async fn assembled(&self, limit: Duration) {
+        let mut tries = self.tries.subscribe();
+        let all = async {
+            let pending = |node: &Arc<Node>| node.down().is_some_and(|why| &*why == "not connected yet");
+            while self.nodes.iter().any(pending) {
+                if tries.changed().await.is_err() {
+                    return;
+                }
+            }
+        };
+        let _ = tokio::time::timeout(limit, all).await;
+    }
+
+    pub(super) fn trusts_all(&self) -> bool {
+        self.quarantine == Quarantine::Off
+    }
+
+    /// A node was connected and has told of itself: decides which nodes may vote.
+    pub(super) async fn introduced(&self, index: usize, intro: Intro) {
+        let known = self.longest.fetch_max(millis(intro.longest), Ordering::Relaxed);
+        if known > millis(intro.longest) {
+            self.nodes[index].note_longest(Duration::from_millis(known)).await;
+        }
+        if self.trusts_all() {
+            return;
+        }
+        let now = Clock::Boot.now();
+        let since = Moment::from_nanos(now.as_nanos().saturating_sub(nanos(intro.uptime)));
+        let mut roll = self.roll.lock().await;
+        if let Some(record) = &intro.founded {
+            roll.founders.extend(record.split(' ').map(str::to_owned));
+        }
+        roll.intros.insert(index, (intro, since));
+        if self.quarantine == Quarantine::Auto {
+            self.found(&mut roll, now).await;
+        }
+        for (index, (intro, since)) in &roll.intros {
+            self.nodes[*index].set_trust(self.trust(&roll, intro, *since, now));
+        }
+    }
+
+    /// All nodes are young and none knows of others before them: a new set, in which nobody can hold anything yet.
+    async fn found(&self, roll: &mut Roll, now: Moment) {
+        let young = |(_, since): &(Intro, Moment)| now.since(*since) < self.longest();
+        let new = roll.intros.len() == self.nodes.len() && roll.intros.values().all(young);
+        if !new || !roll.founders.is_empty() {
+            return;
+        }
+        let mut ids: Vec<&str> = roll.intros.values().map(|(intro, _)| intro.run_id.as_str()).collect();
+        ids.sort_unstable();
+        let record = ids.join(" ");
+        let life = self.longest() * 2 + Duration::from_secs(60);
+        let written = self.nodes.iter().map(|node| node.found(&record, life));
+        let written = futures_util::future::join_all(written).await;
+        // Another client may have been faster; it saw the same processes, or this set is not new.
+        if written.iter().all(|found| found.as_deref() == Some(&record)) {
+            roll.founders = record.split(' ').map(str::to_owned).collect();
+        }
+    }
+
+    fn trust(&self, roll: &Roll, intro: &Intro, since: Moment, now: Moment) -> Trust {
+        // Uptime comes in whole seconds.
+        let until = since.after(self.longest() + Duration::from_secs(1));
+        if intro.durable || roll.founders.contains(&intro.run_id) {
+            return Trust::Full;
+        }
+        let span = self.longest() + Duration::from_secs(1);
+        let began = intro.time.saturating_sub(u64::try_from(intro.uptime.as_micros()).unwrap_or(u64::MAX));
+        let floor = began.saturating_add(u64::try_from(span.as_micros()).unwrap_or(u64::MAX));
+        let why = format!(
+            "it started {:.0?} ago and may have forgotten leases of up to {:?} (max_ttl); quarantine=off lets it vote",
+            now.since(since),
+            self.longest()
+        );
+        Trust::After { until, floor, why: why.into() }
+    }
+
+    /// A node's clock jumped: leases on it may have ended early.
+    pub(super) fn jumped(&self, node: &Node, micros: i64) {
+        #[expect(clippy::cast_precision_loss, reason = "for people")]
+        let seconds = micros as f64 / 1e6;
+        tracing::warn!(node = %node.address, "the node's clock jumped by {seconds:+.3} s");
+        if !self.trusts_all() {
+            let why = format!("its clock jumped by {seconds:+.3} s; quarantine=off lets it vote");
+            node.put_out(&why, self.longest());
+        }
+        *self.offset.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// Too few nodes voted: what each of them did.
+    pub(super) fn too_few(&self, voices: &[Voice]) -> Error {
+        let accounts: Vec<String> = self
+            .nodes
+            .iter()
+            .map(|node| {
+                let voice = voices.iter().find(|voice| voice.node == node.index);
+                match (voice, node.down()) {
+                    (None, Some(why)) => node.account(Some(&Answer::Failed(why, false)), false),
+                    (voice, _) => {
+                        node.account(voice.map(|voice| &voice.answer), voice.is_some_and(|voice| voice.votes))
+                    }
+                }
+            })
+            .collect();
+        let votes = voices.iter().filter(|voice| voice.votes).count();
+        Error::new(
+            ErrorKind::Unavailable,
+            format!(
+                "{votes} of {} nodes voted, {} are needed: {}",
+                self.nodes.len(),
+                self.majority,
+                accounts.join("; ")
+            ),
+        )
+    }
+}
+
+impl Desk {
+    fn add(&mut self, op: Op) {
+        match op.code {
+            Code::Renew => {
+                // Those of borrowed holds are never released here. What is forgotten comes back with its next renewal.
+                if self.renewing.len() > 200_000 {
+                    self.renewing.clear();
+                }
+                self.renewing.insert(op.who);
+            }
+            Code::Release | Code::GiveUp if !self.renewing.is_empty() => {
+                self.renewing.remove(&op.who);
+            }
+            _ => {}
+        }
+        self.queue.push(op);
+    }
+}
+
+/// A waiter's place here; goes away with the waiter.
+pub(super) struct Expected {
+    council: Arc<Council>,
+    owner: Owner,
+    pub(super) told: Told,
+}
+
+impl Drop for Expected {
+    fn drop(&mut self) {
+        self.council.waiting().remove(&self.owner);
+    }
+}
+
+fn nanos(span: Duration) -> u64 {
+    u64::try_from(span.as_nanos()).unwrap_or(u64::MAX)
+}

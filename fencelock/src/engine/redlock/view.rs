@@ -1,0 +1,102 @@
+//! What the nodes show, put together: somebody holds, or waits, if a majority may say so.
+
+use super::ballot::{Answer, Seen, Voice, Who};
+use crate::{Holder, Mode, Status, Token, Waiter};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// What a majority sees of a lock.
+#[derive(Debug, Default)]
+pub(super) struct View {
+    /// Who holds: the value under the lock's name, and what nodes know of it.
+    holder: Option<(String, Seen)>,
+    waiters: Vec<Waiter>,
+}
+
+impl View {
+    /// Nodes that did not answer may side with anybody.
+    pub(super) fn of(voices: &[Voice], nodes: usize) -> Self {
+        let seen: Vec<&Seen> = voices
+            .iter()
+            .filter_map(|voice| if let Answer::Seen(seen) = &voice.answer { Some(seen) } else { None })
+            .collect();
+        let enough = |count: usize| count > 0 && count + (nodes - seen.len()) > nodes / 2;
+        let mut holders: BTreeMap<&str, Vec<&Seen>> = BTreeMap::new();
+        let mut waiters: BTreeMap<u64, BTreeMap<String, (usize, Waiter)>> = BTreeMap::new();
+        for seen in &seen {
+            if !seen.value.is_empty() {
+                holders.entry(&seen.value).or_default().push(seen);
+            }
+            for record in &seen.waiters {
+                let Some((who, waiter)) = waiter(record, seen.now) else { continue };
+                let place = waiters.entry(who.token).or_default();
+                place.entry(who.owner.to_string()).or_insert((0, waiter)).0 += 1;
+            }
+        }
+        let holder = holders.into_iter().filter(|(_, by)| enough(by.len())).max_by_key(|(_, by)| by.len());
+        let holder = holder.map(|(value, by)| {
+            // The lease ends when that of the node which completes a majority does: a middle one.
+            let mut by = by;
+            by.sort_by_key(|seen| seen.left);
+            let labelled = by.iter().find(|seen| seen.note.starts_with(value)).map(|seen| seen.note.clone());
+            let middle = by[by.len() / 2];
+            (value.to_owned(), Seen { note: labelled.unwrap_or_default(), ..middle.clone() })
+        });
+        let waiters = waiters.into_values().flat_map(BTreeMap::into_values);
+        Self { holder, waiters: waiters.filter(|(count, _)| enough(*count)).map(|(_, waiter)| waiter).collect() }
+    }
+
+    /// The proposal that holds, if it is one of fencelock's.
+    pub(super) fn who(&self) -> Option<Who> {
+        self.holder.as_ref().and_then(|(value, _)| Who::read(value))
+    }
+
+    pub(super) fn status(self, name: &str) -> Status {
+        let mut status = Status::free(name);
+        status.holders = self.holder.iter().map(|(value, seen)| holder(value, seen)).collect();
+        status.waiters = self.waiters;
+        status
+    }
+}
+
+fn holder(value: &str, seen: &Seen) -> Holder {
+    let (mode, lease_left) = (Mode::Exclusive, seen.left.unwrap_or(Duration::MAX));
+    let Some(who) = Who::read(value) else {
+        return Holder {
+            mode,
+            token: Token::new(0),
+            owner: value.chars().take(8).collect(),
+            label: "a client that is not fencelock".to_owned(),
+            held_for: Duration::ZERO,
+            lease_left,
+        };
+    };
+    let label = seen.note.splitn(3, '\n').nth(2).unwrap_or_default().to_owned();
+    Holder {
+        mode,
+        token: Token::new(who.token),
+        owner: who.owner.short(),
+        label,
+        // A token is the time of its proposal.
+        held_for: Duration::from_micros(seen.now.saturating_sub(who.token)),
+        lease_left,
+    }
+}
+
+/// A waiter's record: ttl, since when, proposal, session, label.
+fn waiter(record: &str, now: u64) -> Option<(Who, Waiter)> {
+    let mut parts = record.splitn(5, '\n').skip(1);
+    let since: u64 = parts.next()?.parse().ok()?;
+    let who = Who::read(parts.next()?)?;
+    let label = parts.nth(1)?.to_owned();
+    let waiting_for = Duration::from_micros(now.saturating_sub(since));
+    Some((who, Waiter { mode: Mode::Exclusive, owner: who.owner.short(), label, waiting_for }))
+}
+
+/// Who holds, for an error: too little to re-enter.
+pub(super) fn short(value: &str) -> String {
+    match Who::read(value) {
+        Some(who) => format!("{} with token {}", who.owner.short(), who.token),
+        None => "a client that is not fencelock".to_owned(),
+    }
+}

@@ -1,0 +1,467 @@
+//! Redlock when nodes are slow, gone, forgetful or wrong about the time.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![cfg(feature = "redlock")]
+
+use fencelock::{Client, ErrorKind, Loss, connect};
+use fencelock_testkit::proxy::Proxy;
+use fencelock_testkit::redis::RedisServer;
+use fencelock_testkit::redlock::{Nodes, url};
+use fencelock_testkit::wait::{at_once, eventually, line, until_free, until_line};
+use std::time::Duration;
+
+const NAME: &str = "invoice:42";
+/// Never ends during a test.
+const LONG: Duration = Duration::from_secs(120);
+
+/// Five nodes, a client that reaches them directly, and one that reaches each through a network of its own.
+struct World {
+    nodes: Nodes,
+    proxies: Vec<Proxy>,
+    near: Client,
+    far: Client,
+}
+
+impl World {
+    async fn new(options: &str) -> Self {
+        Self::around(Nodes::start(5), options).await
+    }
+
+    async fn around(nodes: Nodes, options: &str) -> Self {
+        let proxies: Vec<Proxy> = nodes.servers.iter().map(|server| Proxy::to(server.port())).collect();
+        let ports: Vec<u16> = proxies.iter().map(Proxy::port).collect();
+        let near = connect(format!("{}?{options}", nodes.url())).await.unwrap();
+        let far = connect(format!("{}?{options}", url(&ports))).await.unwrap();
+        far.mutex("warm-up").acquire().await.unwrap().release().await.unwrap();
+        near.mutex("warm-up").acquire().await.unwrap().release().await.unwrap();
+        Self { nodes, proxies, near, far }
+    }
+
+    /// The far client does not reach these nodes any more, and knows it.
+    async fn cut(&self, which: &[usize]) {
+        for index in which {
+            self.proxies[*index].refuse();
+            self.proxies[*index].cut();
+        }
+        // Whatever it sends now reaches the others only.
+        for _ in 0..3 {
+            self.far.mutex("warm-up").acquire().await.unwrap().release().await.unwrap();
+            tokio::time::sleep(Duration::from_millis(30)).await;
+        }
+    }
+
+    /// On which nodes the lock's key is.
+    fn keys(&self) -> Vec<bool> {
+        self.nodes.servers.iter().map(|server| server.ask::<u64>(&["EXISTS", NAME]) == 1).collect()
+    }
+}
+
+async fn refused(url: &str, expected: &str) {
+    let error = connect(url).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+    let text = error.to_string();
+    assert!(text.contains(expected) && text.lines().count() == 1 && !text.contains("secret"), "{text}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn urls_that_make_no_sense_are_refused() {
+    refused("redlock://a:secret@h1,h2", "at least 3").await;
+    refused("redlock://:secret@h1,h2,h1", "twice").await;
+    refused("redlock://h1,,h3", "redlock://").await;
+    refused("redlock:", "redlock://").await;
+    refused("redlock://h1,h2,h3?what=1", "max_ttl").await;
+    refused("redlock://h1,h2,h3?quarantine=maybe", "strict").await;
+    refused("redlock://h1,h2,h3?max_ttl=25h", "24h").await;
+    refused("redlock://h1,h2,h3?timeout=0s", "timeout").await;
+    refused("redlock://h1,h2,h3?ca=/nowhere", "ca").await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn passwords_databases_and_even_numbers_are_accepted() {
+    let nodes = Nodes::start_with(4, &RedisServer::options().password("secret"));
+    let ports: Vec<String> = nodes.servers.iter().map(|server| format!("127.0.0.1:{}", server.port())).collect();
+    let client = connect(format!("redlock://:secret@{}/3", ports.join(","))).await.unwrap();
+    let guard = client.mutex(NAME).acquire().await.unwrap();
+    assert!(!format!("{client:?}").contains("secret"));
+    assert_eq!(nodes.holding(NAME), 0, "it is in another database");
+    guard.release().await.unwrap();
+    let error = connect(format!("redlock://:wrong@{}", ports.join(","))).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+    assert!(!error.to_string().contains("wrong@"), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lease_that_nodes_would_not_wait_for_is_refused() {
+    let nodes = Nodes::start(3);
+    let client = connect(format!("{}?max_ttl=10s&ttl=5s", nodes.url())).await.unwrap();
+    let error = client.mutex(NAME).ttl(Duration::from_secs(11)).acquire().await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+    assert!(error.to_string().contains("max_ttl"), "{error}");
+    client.mutex(NAME).acquire().await.unwrap().release().await.unwrap();
+}
+
+/// S13. Were anybody to wait for the stopped nodes, it would take longer than "at once".
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nobody_waits_for_a_stopped_minority() {
+    let nodes = Nodes::start(5);
+    let client = connect(format!("{}?timeout=60s", nodes.url())).await.unwrap();
+    for stopped in [1, 3] {
+        nodes.servers[stopped].freeze();
+        for _ in 0..20 {
+            let guard = at_once("acquired", client.mutex(NAME).acquire()).await.unwrap();
+            assert!(at_once("busy", client.mutex(NAME).try_acquire()).await.unwrap().is_none());
+            at_once("released", guard.release()).await.unwrap();
+        }
+    }
+    // What is held stays held, and is renewed.
+    let short = Duration::from_millis(900);
+    let guard = at_once("acquired", client.mutex(NAME).ttl(short).acquire()).await.unwrap();
+    let until = tokio::time::Instant::now() + short * 3;
+    eventually("three leases have passed", async || tokio::time::Instant::now() > until).await;
+    assert!(guard.is_valid());
+    at_once("released", guard.release()).await.unwrap();
+    // When they are back they get what they missed, long before any lease ends.
+    let held = client.mutex(NAME).ttl(LONG).acquire().await.unwrap();
+    nodes.servers[1].thaw();
+    nodes.servers[3].thaw();
+    held.release().await.unwrap();
+    eventually("no node keeps the lock", async || nodes.holding(NAME) == 0).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_a_majority_the_error_names_every_node() {
+    let mut nodes = Nodes::start(5);
+    let client = connect(format!("{}?timeout=200ms&patience=300ms", nodes.url())).await.unwrap();
+    let guard = client.mutex(NAME).ttl(Duration::from_secs(2)).acquire().await.unwrap();
+    for index in [0, 2, 4] {
+        nodes.servers[index].kill();
+    }
+    let error = client.mutex("another").try_acquire().await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+    let text = error.to_string();
+    for server in &nodes.servers {
+        assert!(text.contains(&format!("127.0.0.1:{}", server.port())), "{text}");
+    }
+    assert!(text.contains("2 of 5") && text.contains("3 are needed") && !text.contains('\n'), "{text}");
+    assert_eq!(client.mutex("another").acquire().await.unwrap_err().kind(), ErrorKind::Unavailable);
+    // A hold that cannot be renewed is lost by the local clock.
+    assert_eq!(at_once("it is told", guard.lost()).await, Loss::Deadline);
+}
+
+/// Whoever connects finds the same: too few nodes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn connecting_without_a_majority_fails() {
+    let mut nodes = Nodes::start(3);
+    nodes.servers[0].kill();
+    nodes.servers[1].kill();
+    let error = connect(nodes.url()).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+    assert!(error.to_string().contains(&nodes.servers[0].port().to_string()), "{error}");
+}
+
+/// S14: A holds on nodes 0, 1 and 2; node 2 comes back empty; B could get 2, 3 and 4.
+async fn restarted_empty(options: &str) -> (World, fencelock::Guard) {
+    let mut world = World::new(options).await;
+    world.cut(&[3, 4]).await;
+    let guard = world.far.mutex(NAME).ttl(LONG).acquire().await.unwrap();
+    assert_eq!(world.keys(), [true, true, true, false, false]);
+    world.nodes.servers[2].kill();
+    world.nodes.servers[2].start_again();
+    eventually("it is reached again", async || world.near.mutex("warm-up").acquire().await.is_ok()).await;
+    (world, guard)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_that_came_back_empty_does_not_vote() {
+    let (world, guard) = restarted_empty("patience=3s&timeout=5s").await;
+    assert!(world.near.mutex(NAME).try_acquire().await.unwrap().is_none(), "two holders");
+    // A client that comes later sees it as well.
+    let late = connect(format!("{}?patience=3s&timeout=5s", world.nodes.url())).await.unwrap();
+    assert!(late.mutex(NAME).try_acquire().await.unwrap().is_none(), "two holders");
+    assert!(guard.is_valid());
+    guard.release().await.unwrap();
+}
+
+/// The same without the protection, which shows that the test above can fail. The token tells who is newer.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_quarantine_there_are_two_holders_and_the_newer_has_the_higher_token() {
+    let (world, first) = restarted_empty("quarantine=off&timeout=5s").await;
+    let second = at_once("nodes 2, 3 and 4 vote for it", world.near.mutex(NAME).ttl(LONG).acquire()).await.unwrap();
+    assert!(first.is_valid() && second.is_valid());
+    assert!(second.token() > first.token());
+}
+
+/// Three of five came back empty: nobody gets anything until all leases of before are over, and the error says why.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn when_a_majority_came_back_empty_the_error_says_so() {
+    let mut nodes = Nodes::start(5);
+    let client = connect(format!("{}?patience=1s&timeout=5s&max_ttl=4s&ttl=2s", nodes.url())).await.unwrap();
+    let first = client.mutex(NAME).acquire().await.unwrap();
+    for index in [1, 2, 3] {
+        nodes.servers[index].kill();
+        nodes.servers[index].start_again();
+    }
+    let late = connect(format!("{}?patience=1s&timeout=5s&max_ttl=4s&ttl=2s", nodes.url())).await.unwrap();
+    let error = late.mutex("another").acquire().await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+    assert!(error.to_string().matches("does not vote for another").count() == 3, "{error}");
+    drop(first);
+    eventually("they vote again", async || {
+        late.mutex("another").try_acquire().await.is_ok_and(|guard| guard.is_some())
+    })
+    .await;
+}
+
+/// A node that writes everything to its disk has nothing to forget.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_that_persists_every_write_votes_after_a_restart() {
+    let mut nodes = Nodes::start_with(3, &RedisServer::options().durable());
+    let client = connect(format!("{}?patience=1s", nodes.url())).await.unwrap();
+    let guard = client.mutex(NAME).ttl(LONG).acquire().await.unwrap();
+    eventually("all nodes have it", async || nodes.holding(NAME) == 3).await;
+    for index in [0, 1] {
+        nodes.servers[index].kill();
+        nodes.servers[index].start_again();
+    }
+    assert_eq!(nodes.holding(NAME), 3);
+    let late = connect(format!("{}?patience=3s&timeout=5s", nodes.url())).await.unwrap();
+    assert!(late.mutex(NAME).try_acquire().await.unwrap().is_none());
+    guard.release().await.unwrap();
+    late.mutex(NAME).acquire().await.unwrap().release().await.unwrap();
+}
+
+/// In strict mode a new set of nodes waits as well, since it cannot be told from one that forgot.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn strict_quarantine_lets_new_nodes_wait() {
+    let nodes = Nodes::start(3);
+    let client = connect(format!("{}?quarantine=strict&patience=1s&max_ttl=3s&ttl=2s", nodes.url())).await.unwrap();
+    let error = client.mutex(NAME).try_acquire().await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+    assert!(error.to_string().contains("does not vote") && error.to_string().contains("quarantine=off"), "{error}");
+    eventually("the longest lease is over", async || {
+        client.mutex(NAME).try_acquire().await.is_ok_and(|guard| guard.is_some())
+    })
+    .await;
+}
+
+/// S15: A holds on nodes 0, 1 and 2. The clock of node 2 jumps ahead, and its lease ends early; B could get 2, 3 and 4.
+async fn jumped(options: &str) -> (World, fencelock::Guard, Client) {
+    let world = World::new(options).await;
+    let proxies: Vec<Proxy> = world.nodes.servers.iter().map(|server| Proxy::to(server.port())).collect();
+    let ports: Vec<u16> = proxies.iter().map(Proxy::port).collect();
+    let other = connect(format!("{}?{options}", url(&ports))).await.unwrap();
+    other.mutex("warm-up").acquire().await.unwrap().release().await.unwrap();
+    world.cut(&[3, 4]).await;
+    let first = world.far.mutex(NAME).ttl(LONG).acquire().await.unwrap();
+    assert_eq!(world.keys(), [true, true, true, false, false]);
+    proxies[2].shift_clock(3600);
+    world.nodes.servers[2].run(&["DEL", NAME]);
+    // The network goes on for as long as the test does.
+    std::mem::forget(proxies);
+    (world, first, other)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_whose_clock_jumped_does_not_vote() {
+    let (world, first, other) = jumped("patience=500ms&timeout=5s").await;
+    assert!(other.mutex(NAME).ttl(LONG).try_acquire().await.unwrap().is_none(), "two holders");
+    assert!(first.is_valid());
+    // All others are told: a client that knows nothing of how the clock was does not count it either.
+    let told = async || world.nodes.servers[2].ask::<u64>(&["EXISTS", "fencelock:redlock:out"]) == 1;
+    eventually("the node knows that it is out", told).await;
+    let late = connect(format!("{}?patience=500ms&timeout=5s", world.nodes.url())).await.unwrap();
+    assert!(late.mutex(NAME).ttl(LONG).try_acquire().await.unwrap().is_none(), "two holders");
+    // A minority that is out keeps nobody from other locks.
+    late.mutex("another").try_acquire().await.unwrap().expect("four nodes vote").release().await.unwrap();
+    first.release().await.unwrap();
+}
+
+/// The same with the protection off: the jump is all it takes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_quarantine_a_jump_gives_two_holders_and_a_higher_token() {
+    let (_world, first, other) = jumped("quarantine=off&timeout=5s").await;
+    let second = at_once("nodes 2, 3 and 4 vote for it", other.mutex(NAME).ttl(LONG).acquire()).await.unwrap();
+    assert!(first.is_valid() && second.is_valid() && second.token() > first.token());
+}
+
+/// S16: when the votes are in, the lease is over.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_vote_that_takes_longer_than_the_lease_is_no_grant() {
+    let world = World::new("timeout=5s").await;
+    for proxy in &world.proxies {
+        proxy.delay(Duration::from_millis(120));
+    }
+    let slow = world.far.mutex(NAME).ttl(Duration::from_millis(200));
+    let error = slow.acquire_timeout(Duration::from_secs(1)).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+    for proxy in &world.proxies {
+        proxy.heal();
+    }
+    world.far.settled().await;
+    until_free(&world.near, NAME).await;
+    slow.ttl(LONG).acquire().await.unwrap().release().await.unwrap();
+}
+
+/// S17: many at once on a free lock, again and again. Somebody always wins, and everybody does in the end.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn split_votes_come_to_an_end() {
+    let nodes = Nodes::start(5);
+    let mut clients = Vec::new();
+    for _ in 0..8 {
+        clients.push(nodes.client().await);
+    }
+    for round in 0..10 {
+        let name = format!("{NAME}:{round}");
+        let claims: Vec<_> = clients
+            .iter()
+            .map(|client| {
+                let mutex = client.mutex(&name).ttl(LONG);
+                tokio::spawn(async move { mutex.acquire().await.unwrap().release().await.unwrap() })
+            })
+            .collect();
+        for claim in claims {
+            claim.await.unwrap();
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_renewal_brings_back_what_a_node_has_lost() {
+    let world = World::new("").await;
+    let guard = world.near.mutex(NAME).ttl(Duration::from_secs(3)).acquire().await.unwrap();
+    eventually("all nodes have it", async || world.nodes.holding(NAME) == 5).await;
+    world.nodes.servers[1].run(&["DEL", NAME]);
+    world.nodes.servers[2].run(&["DEL", NAME]);
+    world.nodes.servers[2].run(&["SET", NAME, "somebody else", "PX", "60000"]);
+    eventually("it is back", async || world.keys()[1]).await;
+    assert_eq!(world.nodes.servers[2].ask::<String>(&["GET", NAME]), "somebody else", "not over somebody else's");
+    assert!(guard.is_valid());
+    guard.release().await.unwrap();
+    eventually("only the other one is left", async || world.nodes.holding(NAME) == 1).await;
+}
+
+/// Two of five are not enough, however willing the others are.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_renewal_without_a_majority_is_a_loss() {
+    let world = World::new("").await;
+    let guard = world.near.mutex(NAME).ttl(Duration::from_secs(3)).acquire().await.unwrap();
+    eventually("all nodes have it", async || world.nodes.holding(NAME) == 5).await;
+    for index in [0, 1, 2] {
+        world.nodes.servers[index].run(&["DEL", NAME]);
+    }
+    assert_eq!(at_once("it is told", guard.lost()).await, Loss::Taken);
+    assert_eq!(guard.release().await.unwrap_err().kind(), ErrorKind::Lost);
+    eventually("nothing is left", async || world.nodes.holding(NAME) == 0).await;
+}
+
+/// A claim that arrives after it was given up does not come to life.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_late_claim_is_not_stranded() {
+    let world = World::new("timeout=300ms&patience=1s").await;
+    for proxy in &world.proxies {
+        proxy.hold_present_requests();
+    }
+    let error = world.far.mutex(NAME).ttl(LONG).acquire_timeout(Duration::from_millis(200)).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+    // On new connections it is given up.
+    world.far.settled().await;
+    let calls =
+        |world: &World| world.nodes.servers.iter().map(|server| server.calls(&["evalsha", "eval"])).sum::<u64>();
+    let before = calls(&world);
+    for proxy in &world.proxies {
+        proxy.heal();
+    }
+    eventually("the late messages arrive", async || calls(&world) > before + 4).await;
+    until_free(&world.near, NAME).await;
+    eventually("no node keeps it", async || world.nodes.holding(NAME) == 0).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn answers_that_get_lost_do_no_harm() {
+    let world = World::new("timeout=300ms").await;
+    for round in 0..6 {
+        for index in [round % 5, (round + 1) % 5] {
+            world.proxies[index].lose_answers(1);
+        }
+        let guard = world.far.mutex(NAME).ttl(LONG).acquire().await.unwrap();
+        assert!(world.near.mutex(NAME).try_acquire().await.unwrap().is_none());
+        world.proxies[(round + 2) % 5].lose_answers(1);
+        guard.release().await.unwrap();
+    }
+    world.far.settled().await;
+    eventually("no node keeps it", async || world.nodes.holding(NAME) == 0).await;
+}
+
+/// Clients of the common recipe and fencelock exclude each other over the same nodes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn clients_of_the_common_recipe_are_respected_and_respect_us() {
+    let nodes = Nodes::start(5);
+    let client = nodes.client().await;
+    let manager = rslock::LockManager::new(nodes.urls());
+    let theirs = manager.lock(NAME.as_bytes(), LONG).await.unwrap();
+    assert!(client.mutex(NAME).try_acquire().await.unwrap().is_none());
+    let status = client.status(NAME).await.unwrap();
+    assert_eq!(status.holders[0].label, "a client that is not fencelock");
+    let mutex = client.mutex(NAME).ttl(LONG);
+    let waiter = tokio::spawn(async move { mutex.acquire().await.unwrap() });
+    until_line(&client, NAME, 1, 1).await;
+    manager.unlock(&theirs).await;
+    let ours = at_once("it is free", waiter).await.unwrap();
+    assert!(manager.lock(NAME.as_bytes(), LONG).await.is_err(), "it is held");
+    ours.release().await.unwrap();
+    manager.unlock(&manager.lock(NAME.as_bytes(), LONG).await.unwrap()).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tokens_grow_above_what_any_majority_accepted() {
+    let nodes = Nodes::start(5);
+    let client = nodes.client().await;
+    let mut newest = 0;
+    for round in 0..10 {
+        let guard = client.mutex(NAME).acquire().await.unwrap();
+        assert!(guard.token().as_u64() > newest, "round {round}");
+        newest = guard.token().as_u64();
+        guard.release().await.unwrap();
+        until_free(&client, NAME).await;
+        // A minority forgets what it accepted; another time somebody's clock was ahead by a minute.
+        nodes.servers[round % 5].run(&["DEL", &format!("fencelock:rt:{NAME}")]);
+        if round == 4 {
+            newest += 60_000_000;
+            let record = format!("{newest:016}:{}\n\n", "0".repeat(32));
+            for server in &nodes.servers[..3] {
+                server.run(&["SET", &format!("fencelock:rt:{NAME}"), &record]);
+            }
+        }
+    }
+}
+
+/// The lock's key may be in use for something else.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_key_with_other_data_is_refused_and_left_alone() {
+    let nodes = Nodes::start(3);
+    let client = nodes.client().await;
+    nodes.servers[1].run(&["RPUSH", NAME, "x"]);
+    nodes.servers[2].run(&["RPUSH", NAME, "x"]);
+    let error = client.mutex(NAME).acquire().await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+    assert_eq!(nodes.servers[1].ask::<u64>(&["LLEN", NAME]), 1);
+    client.mutex("another").acquire().await.unwrap().release().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lost_script_cache_is_no_loss() {
+    let nodes = Nodes::start(5);
+    let client = nodes.client().await;
+    let guard = client.mutex(NAME).ttl(LONG).acquire().await.unwrap();
+    for server in &nodes.servers {
+        server.run(&["SCRIPT", "FLUSH"]);
+    }
+    assert_eq!(line(&client, NAME).await, (1, 0));
+    guard.release().await.unwrap();
+    client.close().await.unwrap();
+    for server in &nodes.servers {
+        for (key, life) in server.keys() {
+            assert!(life > 0, "{key} has no end");
+        }
+    }
+}

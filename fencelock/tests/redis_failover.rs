@@ -4,7 +4,7 @@
 #![cfg(feature = "redis")]
 
 use fencelock::{Client, ErrorKind, Guard, Loss, connect};
-use fencelock_testkit::redis::{RedisCluster, RedisSentinels, RedisServer};
+use fencelock_testkit::redis::{RedisCluster, RedisSentinels, RedisServer, deafen_replicas};
 use fencelock_testkit::wait::{at_once, eventually, line, until_line};
 use std::time::{Duration, Instant};
 
@@ -32,21 +32,6 @@ impl Pair {
         Self { master, replica }
     }
 
-    /// From now on the replica gets nothing; it does not notice.
-    fn freeze_replication(&self) {
-        let id: String = self.master.ask(&["CLIENT", "LIST", "TYPE", "REPLICA"]);
-        let id = id.split([' ', '=']).nth(1).unwrap().to_owned();
-        // The link stays, the replica is deaf: it cannot authenticate again either.
-        self.master.run(&["CONFIG", "SET", "requirepass", "changed"]);
-        self.master_as_admin(&["CLIENT", "KILL", "ID", &id]);
-    }
-
-    fn master_as_admin(&self, command: &[&str]) {
-        let client = redis::Client::open(format!("redis://:changed@127.0.0.1:{}", self.master.port())).unwrap();
-        let mut connection = client.get_connection().unwrap();
-        redis::cmd(command[0]).arg(&command[1..]).exec(&mut connection).unwrap();
-    }
-
     fn fail_over(&mut self) {
         self.master.kill();
         self.replica.run(&["REPLICAOF", "NO", "ONE"]);
@@ -67,7 +52,7 @@ async fn second_holder(policy: &str) -> (Guard, Option<Guard>) {
         offset(&pair.replica, "slave_repl_offset:") >= offset(&pair.master, "master_repl_offset:")
     })
     .await;
-    pair.freeze_replication();
+    deafen_replicas(&pair.master);
     let held = first.mutex(NAME).acquire().await.unwrap();
     pair.fail_over();
     let second = connect(format!("{}{options}", pair.replica.url())).await.unwrap();
@@ -109,7 +94,7 @@ async fn without_quarantine_a_failover_gives_two_holders() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_promoted_replica_that_knows_of_no_lock_waits_as_well() {
     let mut pair = Pair::start().await;
-    pair.freeze_replication();
+    deafen_replicas(&pair.master);
     pair.fail_over();
     let client = connect(format!("{}?ttl=2s", pair.replica.url())).await.unwrap();
     let error = client.mutex(NAME).try_acquire().await.unwrap_err();
@@ -306,6 +291,55 @@ async fn a_shard_that_fails_over_is_in_quarantine_alone() {
     drop(in_time("it still holds", held.reenter()).await.unwrap());
     held.release().await.unwrap();
     other.release().await.unwrap();
+}
+
+/// A client that acquires when it is told to, and is stopped right after that: nothing runs behind its guard.
+struct Paused {
+    acquire: std::sync::mpsc::Sender<()>,
+    guard: tokio::sync::oneshot::Receiver<Guard>,
+}
+
+impl Paused {
+    async fn connect(url: String) -> Self {
+        let (acquire, wait) = std::sync::mpsc::channel();
+        let (tell, guard) = tokio::sync::oneshot::channel();
+        let (ready, connected) = tokio::sync::oneshot::channel();
+        std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            runtime.block_on(async {
+                let client = connect(url).await.unwrap();
+                client.mutex(NAME).acquire().await.unwrap().release().await.unwrap();
+                ready.send(()).unwrap();
+                wait.recv().unwrap();
+                tell.send(client.mutex(NAME).acquire().await.unwrap()).unwrap();
+                // For as long as the other end lives.
+                let _ = wait.recv();
+            });
+        });
+        connected.await.unwrap();
+        Self { acquire, guard }
+    }
+}
+
+/// S11 in a cluster: the shard's master dies before the lock reached its replica.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_shard_gives_no_second_holder_unless_it_is_told_to() {
+    for (policy, second_holder) in [("auto", false), ("off", true)] {
+        let mut cluster = RedisCluster::start();
+        let shard = cluster.master_of(cluster.slot(NAME));
+        let url = cluster.url(&format!("?ttl=12s&patience=15s&quarantine={policy}"));
+        let second = connect(&url).await.unwrap();
+        let Paused { acquire, guard } = Paused::connect(url).await;
+        deafen_replicas(&cluster.nodes[shard]);
+        acquire.send(()).unwrap();
+        let held = guard.await.unwrap();
+        cluster.nodes[shard].kill();
+        let promoted = || cluster.nodes[shard + 3].ask::<String>(&["INFO", "replication"]).contains("role:master");
+        in_time("the replica is promoted", async { eventually("promoted", async || promoted()).await }).await;
+        let attempt = in_time("an answer", second.mutex(NAME).try_acquire()).await;
+        assert!(held.is_valid(), "it was too slow to tell anything");
+        assert_eq!(matches!(attempt, Ok(Some(_))), second_holder, "{policy}: {attempt:?}");
+    }
 }
 
 /// Names with any braces, and words of hand-overs that stay on their node.

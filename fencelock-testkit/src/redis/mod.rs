@@ -36,7 +36,8 @@ pub fn free_port() -> u16 {
     const FIRST: u16 = 12_000;
     const COUNT: u16 = 20_000;
     static NEXT: AtomicU16 = AtomicU16::new(0);
-    let start = u16::try_from(std::process::id() % u32::from(COUNT)).expect("below the count").wrapping_mul(7);
+    // Processes that start one after the other look in different places.
+    let start = u16::try_from(std::process::id().wrapping_mul(2_654_435_761) >> 16).expect("16 bits are left");
     for _ in 0..COUNT {
         let step = start.wrapping_add(NEXT.fetch_add(1, Ordering::Relaxed));
         let port = FIRST + step % COUNT;
@@ -300,7 +301,14 @@ impl RedisServer {
         let _: ::redis::Value = self.ask(command);
     }
 
-    fn try_ask<T: FromRedisValue>(&self, command: &[&str]) -> ::redis::RedisResult<T> {
+    /// The same, where an answer cannot be counted on.
+    ///
+    /// # Errors
+    /// What went wrong.
+    ///
+    /// # Panics
+    /// When the command is empty.
+    pub fn try_ask<T: FromRedisValue>(&self, command: &[&str]) -> ::redis::RedisResult<T> {
         let credentials = self.password.as_ref().map_or_else(String::new, |password| format!(":{password}@"));
         let client = ::redis::Client::open(format!("redis://{credentials}127.0.0.1:{}", self.port))?;
         let mut connection = client.get_connection_with_timeout(Duration::from_secs(5))?;
@@ -402,6 +410,23 @@ impl RedisServer {
         }
         std::fs::write(&path, text).expect("the configuration can be written");
         self.launch();
+    }
+}
+
+/// The replicas of this server, which has no password, get nothing from now on, for as long as it lives. Clients that are connected
+/// stay so; nobody else can connect.
+///
+/// # Panics
+/// When the server does not answer.
+pub fn deafen_replicas(master: &RedisServer) {
+    let replicas: String = master.ask(&["CLIENT", "LIST", "TYPE", "REPLICA"]);
+    let client = ::redis::Client::open(format!("redis://:changed@127.0.0.1:{}", master.port())).expect("a URL");
+    // They cannot come back: they do not know the new password.
+    master.run(&["CONFIG", "SET", "requirepass", "changed"]);
+    let mut connection = client.get_connection_with_timeout(PATIENCE).expect("the password is right");
+    for replica in replicas.lines() {
+        let id = replica.split([' ', '=']).nth(1).expect("it has an id");
+        let _ = ::redis::cmd("CLIENT").arg("KILL").arg("ID").arg(id).exec(&mut connection);
     }
 }
 

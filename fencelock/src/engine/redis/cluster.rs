@@ -50,7 +50,16 @@ impl Cluster {
     }
 
     pub(super) async fn connect(&self) -> Result<(), Fault> {
-        self.learn(0).await
+        self.learn_anew().await
+    }
+
+    pub(super) async fn learn_anew(&self) -> Result<(), Fault> {
+        let edition = self.map().edition;
+        self.learn(edition).await
+    }
+
+    pub(super) fn patience(&self) -> Duration {
+        self.patience
     }
 
     /// The node that serves this slot, as far as it is known.
@@ -67,8 +76,7 @@ impl Cluster {
         if let Some(node) = self.known(slot) {
             return Ok(node);
         }
-        let edition = self.map().edition;
-        self.learn(edition).await?;
+        self.learn_anew().await?;
         self.known(slot).ok_or_else(|| {
             let text = format!("no node of the cluster serves slot {slot}; see CLUSTER INFO");
             Fault::passing(Error::new(ErrorKind::Unavailable, text))

@@ -93,6 +93,23 @@ impl Nodes {
         }
     }
 
+    /// All that serve at this moment.
+    pub(super) async fn serving(&self) -> Result<Vec<Arc<Node>>, Fault> {
+        if let Nodes::Cluster(cluster) = self {
+            cluster.learn_anew().await?;
+        }
+        Ok(self.all())
+    }
+
+    /// How long something is tried again while nobody serves.
+    pub(super) fn patience(&self) -> Duration {
+        match self {
+            // Its post tries again.
+            Nodes::One(_) => Duration::ZERO,
+            Nodes::Cluster(cluster) => cluster.patience(),
+        }
+    }
+
     pub(super) fn all(&self) -> Vec<Arc<Node>> {
         match self {
             Nodes::One(node) => vec![Arc::clone(node)],

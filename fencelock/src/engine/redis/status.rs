@@ -1,11 +1,11 @@
 //! What `status` and `list` see in Redis.
 
-use super::fault::told;
+use super::fault::{Fault, told};
 use super::key::{Keys, QUEUE_PATTERN, name_of, pattern_of, tag_of};
 use super::link::Open;
 use super::node::{Node, Nodes};
 use super::post::number;
-use crate::{Error, ErrorKind, Grant, Holder, Mode, Moment, Owner, Result, Status, Token, Waiter};
+use crate::{Clock, Error, ErrorKind, Grant, Holder, Mode, Moment, Owner, Result, Status, Token, Waiter};
 use futures_util::future::try_join_all;
 use redis::{Script, Value};
 use std::collections::BTreeSet;
@@ -157,8 +157,21 @@ fn text(value: &Value) -> Option<String> {
 
 /// The names of locks that are held by fencelock, or waited for: a scan in small steps.
 pub(super) async fn names(nodes: &Nodes, prefix: &str) -> Result<BTreeSet<String>> {
+    let give_up = Clock::Boot.now().after(nodes.patience());
+    loop {
+        match try_names(nodes, prefix).await {
+            // A node that is gone may have a successor soon.
+            Err(fault) if fault.passing && Clock::Boot.now() < give_up => {
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+            outcome => return outcome.map_err(told),
+        }
+    }
+}
+
+async fn try_names(nodes: &Nodes, prefix: &str) -> Result<BTreeSet<String>, Fault> {
     let mut names = BTreeSet::new();
-    for node in nodes.all() {
+    for node in nodes.serving().await? {
         for queues in [true, false] {
             let pattern = if queues { QUEUE_PATTERN.to_owned() } else { pattern_of(prefix) };
             let mut cursor = "0".to_owned();
@@ -168,7 +181,7 @@ pub(super) async fn names(nodes: &Nodes, prefix: &str) -> Result<BTreeSet<String
                     scan.arg(&cursor).arg("MATCH").arg(&pattern).arg("COUNT").arg(1_000);
                     scan.arg("TYPE").arg(if queues { "zset" } else { "string" }).to_owned()
                 };
-                let value = node.post.ask(scan).await.map_err(told)?;
+                let value = node.post.ask(scan).await?;
                 let Value::Array(parts) = value else { break };
                 let [next, Value::Array(keys)] = parts.as_slice() else { break };
                 let keys: Vec<String> = keys.iter().filter_map(text).collect();
@@ -189,9 +202,9 @@ pub(super) async fn names(nodes: &Nodes, prefix: &str) -> Result<BTreeSet<String
 }
 
 /// Those of these keys that fencelock holds. Others' strings may be large: only their beginnings are read.
-async fn ours(node: &Node, keys: Vec<String>) -> Result<Vec<String>> {
+async fn ours(node: &Node, keys: Vec<String>) -> Result<Vec<String>, Fault> {
     let read = |key: &String| redis::cmd("GETRANGE").arg(key).arg(0).arg(255).to_owned();
-    let values = try_join_all(keys.iter().map(|key| node.post.ask(move |_| read(key)))).await.map_err(told)?;
+    let values = try_join_all(keys.iter().map(|key| node.post.ask(move |_| read(key)))).await?;
     let is_ours = |value: &Value| {
         let value = text(value).unwrap_or_default();
         let together = ["fencelock:shared", "fencelock:permit:"];

@@ -3,6 +3,8 @@
 //! An engine knows nothing of tasks, drops and timers of the holder: guard, keeper and releaser live in the
 //! client, once, for all engines.
 
+#[cfg(feature = "etcd")]
+pub(crate) mod etcd;
 #[cfg(all(feature = "file", target_os = "linux"))]
 pub(crate) mod file;
 pub(crate) mod line;
@@ -11,7 +13,7 @@ pub(crate) mod memory;
 #[cfg(feature = "redis")]
 pub(crate) mod redis;
 
-use crate::{Claim, Clock, Error, ErrorKind, Grant, Hold, Name, Owner, Release, Renewal, Result, Status};
+use crate::{Claim, Clock, Error, ErrorKind, Grant, Hold, Mode, Name, Owner, Release, Renewal, Result, Status, Token};
 use async_trait::async_trait;
 use serde::Serialize;
 use tokio::sync::mpsc;
@@ -63,6 +65,11 @@ pub trait Engine: Send + Sync + 'static {
     /// Takes the lock away from all its holders; they learn of it. Tells how many there were.
     async fn evict(&self, name: &Name) -> Result<usize>;
 
+    /// Where the engine keeps a hold, for transactions at the engine itself; see [`Guard::entry_key`](crate::Guard::entry_key).
+    fn entry_key(&self, _name: &Name, _owner: Owner, _mode: Mode, _token: Token) -> Option<EntryKey> {
+        None
+    }
+
     /// Runs for as long as the client lives, on the keeper's task: receives what the engine pushes, wakes waiters, and
     /// reports holds that the engine took away.
     async fn drive(&self, lost: mpsc::UnboundedSender<Owner>) {
@@ -74,6 +81,16 @@ pub trait Engine: Send + Sync + 'static {
     async fn close(&self) -> Result<()> {
         Ok(())
     }
+}
+
+/// Where an engine keeps a hold: see [`Guard::entry_key`](crate::Guard::entry_key).
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct EntryKey {
+    /// The engine's own key.
+    pub key: String,
+    /// The revision by which it was created. As long as the key has it, the lock is held.
+    pub revision: u64,
 }
 
 /// What an engine does and what it survives. Tests, the command line and the documentation read it.
@@ -123,6 +140,7 @@ pub(crate) async fn open(url: &crate::url::Url, text: &str) -> Result<std::sync:
         "memory" => Ok(std::sync::Arc::new(memory::open(url)?)),
         "file" => open_file(url).await,
         "redis" | "rediss" | "redis+unix" => open_redis(url, text).await,
+        "etcd" | "etcds" => open_etcd(url, text).await,
         other => Err(unknown_scheme(other)),
     }
 }
@@ -145,6 +163,16 @@ async fn open_redis(url: &crate::url::Url, text: &str) -> Result<std::sync::Arc<
 #[cfg(not(feature = "redis"))]
 async fn open_redis(url: &crate::url::Url, _: &str) -> Result<std::sync::Arc<dyn Engine>> {
     Err(Error::new(ErrorKind::Unsupported, format!("{}: needs the cargo feature `redis`", url.scheme)))
+}
+
+#[cfg(feature = "etcd")]
+async fn open_etcd(url: &crate::url::Url, text: &str) -> Result<std::sync::Arc<dyn Engine>> {
+    Ok(std::sync::Arc::new(etcd::open(url, text).await?))
+}
+
+#[cfg(not(feature = "etcd"))]
+async fn open_etcd(url: &crate::url::Url, _: &str) -> Result<std::sync::Arc<dyn Engine>> {
+    Err(Error::new(ErrorKind::Unsupported, format!("{}: needs the cargo feature `etcd`", url.scheme)))
 }
 
 fn unknown_scheme(scheme: &str) -> Error {

@@ -6,7 +6,7 @@
 //! A store is only its protocol: [`Ordered`]. What is granted, when, and for how long is decided here.
 
 use super::{other_permits, rule};
-use crate::engine::{Capability, Engine};
+use crate::engine::{Capability, Engine, EntryKey};
 use crate::{
     Claim, Clock, Error, ErrorKind, Grant, Hold, Holder, Mode, Moment, Name, Owner, Release, Renewal, Result, Status,
     Token, Waiter,
@@ -153,6 +153,11 @@ pub(crate) trait Ordered: Send + Sync + 'static {
         &self,
         sessions: &BTreeSet<Session>,
     ) -> impl Future<Output = Result<HashMap<Session, Duration>>> + Send;
+
+    /// Where an entry of this client is kept, for transactions at the store itself.
+    fn entry_key(&self, _name: &Name, _owner: Owner, _mode: Mode, _token: Token) -> Option<EntryKey> {
+        None
+    }
 
     /// Removes these entries, whoever they belong to. Tells how many were still there.
     fn remove(&self, name: &Name, entries: &[Entry]) -> impl Future<Output = Result<usize>> + Send;
@@ -565,6 +570,10 @@ impl<S: Ordered> Engine for AheadEngine<S> {
         let mut line = self.store.entries(name).await?;
         line.truncate(holders(&line));
         self.store.remove(name, &line).await
+    }
+
+    fn entry_key(&self, name: &Name, owner: Owner, mode: Mode, token: Token) -> Option<EntryKey> {
+        self.store.entry_key(name, owner, mode, token)
     }
 
     async fn drive(&self, lost: mpsc::UnboundedSender<Owner>) {

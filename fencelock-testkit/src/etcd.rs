@@ -138,6 +138,14 @@ impl EtcdCluster {
         &mut self.servers[number]
     }
 
+    /// The first server.
+    ///
+    /// # Panics
+    /// Never: a cluster has one.
+    pub fn first(&self) -> &EtcdServer {
+        &self.servers[0]
+    }
+
     /// The port of the first server.
     pub fn port(&self) -> u16 {
         self.servers[0].port

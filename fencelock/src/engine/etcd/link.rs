@@ -106,6 +106,11 @@ impl Link {
         self.timeout
     }
 
+    /// Whether there is one server only.
+    pub(super) fn is_alone(&self) -> bool {
+        self.servers.len() == 1
+    }
+
     /// What belongs to the present runtime.
     pub(super) fn home(&self) -> Arc<Home> {
         let mut homes = lock(&self.homes);

@@ -178,10 +178,12 @@ impl Sessions {
         Ok(sent)
     }
 
-    /// Asks quickly rather than patiently: there may be a server that answers, and the lease is running.
+    /// Asks quickly rather than patiently: there may be another server that answers, and the lease is running.
     pub(super) async fn keep_alive(&self, id: i64, length: Duration) -> Result<Option<Moment>> {
         let until = Clock::Boot.now().after(length / 3);
-        let limit = (length / 6).clamp(Duration::from_millis(200), self.link.timeout().max(Duration::from_millis(200)));
+        let limit = if self.link.is_alone() { length / 3 } else { length / 6 };
+        let least = Duration::from_millis(200);
+        let limit = limit.clamp(least, self.link.timeout().max(least));
         loop {
             let sent = Clock::Boot.now();
             let request = LeaseKeepAliveRequest { id };

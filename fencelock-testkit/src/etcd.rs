@@ -55,14 +55,16 @@ impl EtcdOptions {
     /// When they cannot be started.
     pub fn start(self) -> EtcdCluster {
         // Somebody else may take a port before its server does: then all are tried again, on others.
+        let mut log = String::new();
         for _ in 0..5 {
             let mut cluster = EtcdCluster::prepare(&self);
             cluster.servers.iter_mut().for_each(EtcdServer::launch);
             if cluster.servers.iter_mut().all(EtcdServer::answers) {
                 return cluster;
             }
+            log = cluster.first().log();
         }
-        panic!("etcd does not start");
+        panic!("etcd does not start: {log}");
     }
 }
 
@@ -79,7 +81,8 @@ pub struct EtcdCluster {
 pub struct EtcdServer {
     program: Option<Program>,
     port: u16,
-    tls: bool,
+    /// Where health and counters are asked for: without a certificate.
+    metrics: u16,
     arguments: Vec<String>,
     log: PathBuf,
 }
@@ -113,13 +116,13 @@ impl EtcdCluster {
         if options.tls {
             certificate::write(dir.path());
         }
-        let ports: Vec<(u16, u16)> = (0..options.servers).map(|_| (free_port(), free_port())).collect();
+        let ports: Vec<[u16; 3]> = (0..options.servers).map(|_| [free_port(), free_port(), free_port()]).collect();
         let peers: Vec<String> =
-            ports.iter().enumerate().map(|(number, (_, peer))| format!("n{number}=http://127.0.0.1:{peer}")).collect();
-        let server = |(number, (port, peer)): (usize, &(u16, u16))| {
-            let arguments = arguments(options, dir.path(), number, *port, *peer, &peers.join(","));
+            ports.iter().enumerate().map(|(number, [_, peer, _])| format!("n{number}=http://127.0.0.1:{peer}")).collect();
+        let server = |(number, ports): (usize, &[u16; 3])| {
+            let arguments = arguments(options, dir.path(), number, *ports, &peers.join(","));
             let log = dir.path().join(format!("n{number}.log"));
-            EtcdServer { program: None, port: *port, tls: options.tls, arguments, log }
+            EtcdServer { program: None, port: ports[0], metrics: ports[2], arguments, log }
         };
         let servers = ports.iter().enumerate().map(server).collect();
         Self { servers, tls: options.tls, dir }
@@ -251,7 +254,8 @@ impl EtcdCluster {
     }
 }
 
-fn arguments(options: &EtcdOptions, dir: &Path, number: usize, port: u16, peer: u16, cluster: &str) -> Vec<String> {
+fn arguments(options: &EtcdOptions, dir: &Path, number: usize, ports: [u16; 3], cluster: &str) -> Vec<String> {
+    let [port, peer, metrics] = ports;
     let scheme = if options.tls { "https" } else { "http" };
     let client = format!("{scheme}://127.0.0.1:{port}");
     let peer = format!("http://127.0.0.1:{peer}");
@@ -270,6 +274,7 @@ fn arguments(options: &EtcdOptions, dir: &Path, number: usize, port: u16, peer: 
         ("--initial-cluster-state", "new".to_owned()),
         ("--heartbeat-interval", heartbeat.to_owned()),
         ("--election-timeout", election.to_owned()),
+        ("--listen-metrics-urls", format!("http://127.0.0.1:{metrics}")),
         ("--logger", "zap".to_owned()),
         ("--log-level", "warn".to_owned()),
         ("--log-outputs", log.display().to_string()),
@@ -280,8 +285,6 @@ fn arguments(options: &EtcdOptions, dir: &Path, number: usize, port: u16, peer: 
     if options.tls {
         let file = |name: &str| dir.join(name).display().to_string();
         arguments.extend(["--cert-file".to_owned(), file("server.pem"), "--key-file".to_owned(), file("server.key")]);
-        // Health and counters are asked for without a certificate.
-        arguments.extend(["--listen-metrics-urls".to_owned(), format!("http://127.0.0.1:{}", port + 1)]);
         if options.client_certificates {
             arguments.extend(["--client-cert-auth".to_owned(), "--trusted-ca-file".to_owned(), file("ca.pem")]);
         }
@@ -320,8 +323,7 @@ impl EtcdServer {
     }
 
     fn get(&self, path: &str) -> Option<String> {
-        let port = if self.tls { self.port + 1 } else { self.port };
-        let mut stream = TcpStream::connect(("127.0.0.1", port)).ok()?;
+        let mut stream = TcpStream::connect(("127.0.0.1", self.metrics)).ok()?;
         stream.set_read_timeout(Some(Duration::from_secs(5))).ok()?;
         write!(stream, "GET {path} HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n").ok()?;
         let mut answer = String::new();

@@ -291,7 +291,8 @@ impl Keeper {
         max_hold: Option<Duration>,
         borrowed: bool,
     ) -> Option<Arc<Held>> {
-        let cap = max_hold.map_or(Moment::NEVER, |span| grant.from.after(span));
+        // From now, not from the beginning of the lease: that may be the last heartbeat of a session that serves many locks.
+        let cap = max_hold.map_or(Moment::NEVER, |span| self.clock.now().after(span));
         let mut table = self.table();
         if let Some(at) = table.taken_early.iter().position(|(owner, _)| *owner == hold.owner) {
             let (_, when) = table.taken_early.remove(at)?;

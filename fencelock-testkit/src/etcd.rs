@@ -117,8 +117,11 @@ impl EtcdCluster {
             certificate::write(dir.path());
         }
         let ports: Vec<[u16; 3]> = (0..options.servers).map(|_| [free_port(), free_port(), free_port()]).collect();
-        let peers: Vec<String> =
-            ports.iter().enumerate().map(|(number, [_, peer, _])| format!("n{number}=http://127.0.0.1:{peer}")).collect();
+        let peers: Vec<String> = ports
+            .iter()
+            .enumerate()
+            .map(|(number, [_, peer, _])| format!("n{number}=http://127.0.0.1:{peer}"))
+            .collect();
         let server = |(number, ports): (usize, &[u16; 3])| {
             let arguments = arguments(options, dir.path(), number, *ports, &peers.join(","));
             let log = dir.path().join(format!("n{number}.log"));

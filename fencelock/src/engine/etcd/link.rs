@@ -22,6 +22,9 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Request, Streaming};
 use tonic_prost::ProstCodec;
 
+/// So many requests of a client are under way at the same time; more wait here, where no timeout runs. A crowd that arrives at
+/// once would otherwise time out, ask again, and keep the servers from ever catching up.
+const AT_ONCE: usize = 128;
 /// The largest answer that is read: a listing of many thousand locks.
 const LARGEST: usize = 256 << 20;
 
@@ -53,6 +56,8 @@ pub(super) struct Link {
     pass: Mutex<Option<Pass>>,
     /// Only one task logs in.
     logging_in: tokio::sync::Mutex<()>,
+    /// Places for requests under way.
+    places: tokio::sync::Semaphore,
     /// How long one attempt may take.
     timeout: Duration,
     /// How long attempts go on.
@@ -97,6 +102,7 @@ impl Link {
             login,
             pass: Mutex::default(),
             logging_in: tokio::sync::Mutex::default(),
+            places: tokio::sync::Semaphore::new(AT_ONCE),
             timeout,
             patience,
         }
@@ -200,17 +206,20 @@ impl Link {
         Q: Message + Clone + Send + Sync + 'static,
         A: Message + Default + Send + Sync + 'static,
     {
-        let until = Clock::Boot.now().after(self.patience);
+        let mut until = Moment::NEVER;
         let mut pause = Duration::from_millis(20);
         let mut unanswered = 0;
         let mut renewed_pass = false;
         loop {
+            let place = self.places.acquire().await;
             let sent = Clock::Boot.now();
+            until = until.min(sent.after(self.patience));
             sending();
             let mut fault = match self.attempt(path, request.clone(), self.timeout).await {
                 Ok(body) => return Ok(Answer { body, sent, unanswered }),
                 Err(fault) => fault,
             };
+            drop(place);
             unanswered += u32::from(fault.sent);
             if fault.stale_token && self.login.is_some() && !renewed_pass {
                 renewed_pass = true;

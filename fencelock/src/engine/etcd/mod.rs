@@ -25,7 +25,7 @@ use self::proto::{
 };
 use self::session::{Lease, Sessions, id_of, session};
 use self::watch::{Note, Watcher};
-use super::line::ahead::{AheadEngine, Entry, Joined, Left, Ordered, Place, Session, Until, View};
+use super::line::ahead::{AheadEngine, Entry, Joined, Left, Ordered, Place, Session, Until, View, blocked};
 use super::{Capability, EntryKey, Purpose};
 use crate::url::Url;
 use crate::{Claim, Error, ErrorKind, Hold, Mode, Moment, Name, Owner, Renewal, Result, Token};
@@ -148,6 +148,13 @@ impl EtcdStore {
         })
     }
 
+    /// Whether a permit would have to wait. Who only tries, again and again, should not write each time.
+    async fn is_full(&self, claim: &Claim) -> Result<bool> {
+        let line = self.entries(&claim.name).await?;
+        let own = line.iter().any(|entry| entry.owner == Some(claim.owner));
+        Ok(!own && blocked(&line, claim.mode)?.is_some())
+    }
+
     /// Removes an entry that stands in the own way.
     async fn remove_key(&self, key: &[u8], create_revision: i64) -> Result<bool> {
         let span = Span { from: key.to_vec(), to: Vec::new() };
@@ -240,6 +247,9 @@ impl Ordered for EtcdStore {
     }
 
     async fn join(&self, claim: &Claim, wait: bool) -> Result<Joined> {
+        if !wait && matches!(claim.mode, Mode::Permit { .. }) && self.is_full(claim).await? {
+            return Ok(Joined::Busy);
+        }
         loop {
             let lease = self.sessions.for_ttl(claim.ttl).await?;
             let kv = match self.try_join(claim, wait, &lease).await {

@@ -359,10 +359,13 @@ impl Keeper {
 
     fn extended(&self, held: &Arc<Held>, from: Moment) {
         held.extend(from, held.hold.ttl);
+        // Where the engine cannot give a whole lease, little is left of it: it is renewed often, but not without a pause.
+        let now = self.clock.now();
+        let soonest = now.after(held.deadline().since(now) / 8);
         let mut table = self.table();
         // Not in the queue: it was released or lost meanwhile. It must not come back.
         if table.remove(held) {
-            self.plan(&mut table, Arc::clone(held), from.after(held.hold.ttl / 3));
+            self.plan(&mut table, Arc::clone(held), from.after(held.hold.ttl / 3).max(soonest));
         }
     }
 

@@ -266,6 +266,56 @@ async fn a_waiter_whose_session_ended_holds_nothing_until_it_joined_again() {
     nothing_is_left(cluster);
 }
 
+/// The same while the holder stays: it stands in line again as soon as it is back.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_waiter_whose_session_ended_joins_again_while_the_holder_stays() {
+    let World { proxy, far, near, .. } = &World::new().await;
+    let holder = hold(near, Mode::Exclusive, LONG).await;
+    let waiter = queue(far, near, SHORT).await;
+    proxy.partition();
+    eventually("its session ends", async || line(near, NAME).await == (1, 0)).await;
+    proxy.heal();
+    until_line(near, NAME, 1, 1).await;
+    holder.release().await.unwrap();
+    at_once("it is served", waiter).await.unwrap().release().await.unwrap();
+}
+
+/// A nested program asks for a longer lease than the outer one has: it has no more than that.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_borrowed_hold_is_no_longer_than_the_real_one() {
+    let World { cluster, far, near, .. } = &World::new().await;
+    let outer = hold(near, Mode::Exclusive, SHORT).await;
+    let inner = far.mutex(NAME).ttl(LONG).owner(outer.owner()).acquire().await.unwrap();
+    assert!(inner.is_borrowed() && inner.is_valid());
+    assert!(inner.valid_for() <= SHORT, "{:?}", inner.valid_for());
+    let received = || cluster.first().metric("grpc_server_msg_received_total").unwrap();
+    let before = received();
+    let held = async || near.status(NAME).await.unwrap().holders[0].held_for;
+    eventually("it is renewed all the same", async || held().await > SHORT * 2).await;
+    assert!(inner.is_valid() && inner.valid_for() <= SHORT);
+    assert!(received() - before < 1_000.0, "and not all the time");
+    outer.release().await.unwrap();
+    at_once("it ends with the real one", inner.lost()).await;
+}
+
+/// Who only tries does not wait for a server that is away.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_try_ends_while_nobody_answers() {
+    let World { proxy, near, .. } = &World::new().await;
+    let url = format!("etcd://127.0.0.1:{}?timeout=200ms&patience=1s", proxy.port());
+    let far = connect(&url).await.unwrap();
+    far.mutex("warm-up").ttl(LONG).acquire().await.unwrap().release().await.unwrap();
+    proxy.partition();
+    for mode in MODES {
+        let ask = Ask { name: NAME, mode, ttl: LONG, label: "tries", owner: None };
+        let error = at_once("it ends", ask.of(&far, Patience::None)).await.unwrap_err();
+        assert!(passing(error.kind()), "{error}");
+    }
+    proxy.heal();
+    far.settled().await;
+    until_free(near, NAME).await;
+}
+
 /// A holder that is cut off knows of its end before anybody else can hold.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_holder_that_is_cut_off_knows_in_time() {

@@ -11,7 +11,7 @@ use futures_util::Stream;
 use prost::Message;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 use tokio::runtime::{Handle, Id};
 use tokio::sync::watch;
@@ -51,7 +51,7 @@ pub(super) struct Link {
     servers: Vec<Endpoint>,
     /// The server that is asked.
     current: AtomicUsize,
-    homes: Mutex<HashMap<Id, Arc<Home>>>,
+    homes: Arc<Homes>,
     login: Option<Login>,
     pass: Mutex<Option<Pass>>,
     /// Only one task logs in.
@@ -79,6 +79,21 @@ struct Channels {
     next: u64,
 }
 
+type Homes = Mutex<HashMap<Id, Arc<Home>>>;
+
+/// A runtime that may go away.
+struct Leaves {
+    homes: Weak<Homes>,
+    id: Id,
+}
+
+impl Drop for Leaves {
+    fn drop(&mut self) {
+        let left = self.homes.upgrade().and_then(|homes| lock(&homes).remove(&self.id));
+        drop(left);
+    }
+}
+
 /// A connection in use.
 struct Way {
     home: Arc<Home>,
@@ -98,7 +113,7 @@ impl Link {
         Self {
             servers,
             current: AtomicUsize::new(first),
-            homes: Mutex::default(),
+            homes: Arc::default(),
             login,
             pass: Mutex::default(),
             logging_in: tokio::sync::Mutex::default(),
@@ -119,19 +134,29 @@ impl Link {
 
     /// What belongs to the present runtime.
     pub(super) fn home(&self) -> Arc<Home> {
+        let runtime = Handle::current();
+        let id = runtime.id();
         let mut homes = lock(&self.homes);
-        // Those of runtimes that are gone.
-        homes.retain(|_, home| !lock(&home.watcher).as_ref().is_some_and(|watcher| watcher.is_dead()));
-        let made = || {
-            let (given_up, _) = watch::channel(0);
-            Arc::new(Home { channels: Mutex::default(), given_up, watcher: Mutex::default() })
-        };
-        Arc::clone(homes.entry(Handle::current().id()).or_insert_with(made))
+        if let Some(home) = homes.get(&id) {
+            return Arc::clone(home);
+        }
+        let (given_up, mut changes) = watch::channel(0);
+        let home = Arc::new(Home { channels: Mutex::default(), given_up, watcher: Mutex::default() });
+        homes.insert(id, Arc::clone(&home));
+        drop(homes);
+        // Ends with the home, or is dropped with the runtime, and takes the home along.
+        let leaves = Leaves { homes: Arc::downgrade(&self.homes), id };
+        runtime.spawn(async move {
+            let _leaves = leaves;
+            while changes.changed().await.is_ok() {}
+        });
+        home
     }
 
     /// The runtime goes away, and takes along what it drove.
     pub(super) fn forget_home(&self, runtime: Id) {
-        lock(&self.homes).remove(&runtime);
+        let left = lock(&self.homes).remove(&runtime);
+        drop(left);
     }
 
     fn way(&self) -> Way {

@@ -417,6 +417,12 @@ impl Ordered for EtcdStore {
         self.sessions.get(session).map_or(Moment::default(), |lease| lease.good_until())
     }
 
+    async fn ended(&self, session: Session) {
+        if let Some(lease) = self.sessions.get(session) {
+            lease.over().await;
+        }
+    }
+
     async fn beat(&self, session: Session) -> Result<Option<Moment>> {
         match self.sessions.get(session) {
             Some(lease) => self.sessions.beat(&lease).await,
@@ -434,7 +440,11 @@ impl Ordered for EtcdStore {
             return Ok(Renewal::Gone);
         };
         Ok(match self.sessions.keep_alive(kv.lease, hold.ttl).await? {
-            Some(from) => Renewal::Extended { from },
+            // The other client's lease may be shorter than what this one asks for: then so is the hold.
+            Some((sent, length)) => {
+                let missing = u64::try_from(hold.ttl.saturating_sub(length).as_nanos()).unwrap_or(u64::MAX);
+                Renewal::Extended { from: Moment::from_nanos(sent.as_nanos().saturating_sub(missing)) }
+            }
             None => Renewal::Gone,
         })
     }
@@ -489,7 +499,7 @@ impl Ordered for EtcdStore {
     }
 
     async fn drive(&self) {
-        let _home = Leaving(&self.link, tokio::runtime::Handle::current().id());
+        let _leaving = Leaving(&self.link, tokio::runtime::Handle::current().id());
         self.sessions.drive().await;
     }
 

@@ -14,6 +14,7 @@ use futures_util::StreamExt;
 use futures_util::future::join_all;
 use futures_util::stream::FuturesUnordered;
 use std::collections::HashMap;
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -36,6 +37,8 @@ pub(super) struct Lease {
     /// When somebody last asked for it.
     used: AtomicU64,
     ended: AtomicBool,
+    /// Told when it has ended.
+    over: Notify,
     /// Only one heartbeat at a time.
     beating: tokio::sync::Mutex<()>,
 }
@@ -60,6 +63,16 @@ impl Lease {
 
     pub(super) fn end(&self) {
         self.ended.store(true, Ordering::Release);
+        self.over.notify_waiters();
+    }
+
+    /// Resolves when it is known to have ended.
+    pub(super) async fn over(&self) {
+        let mut over = pin!(self.over.notified());
+        over.as_mut().enable();
+        if !self.ended.load(Ordering::Acquire) {
+            over.await;
+        }
     }
 }
 
@@ -111,6 +124,7 @@ impl Sessions {
             sent: AtomicU64::new(sent.as_nanos()),
             used: AtomicU64::new(sent.as_nanos()),
             ended: AtomicBool::new(false),
+            over: Notify::new(),
             beating: tokio::sync::Mutex::default(),
         });
         let mut table = lock(&self.table);
@@ -170,7 +184,7 @@ impl Sessions {
         if lease.sent() >= asked {
             return Ok(Some(lease.sent()));
         }
-        let sent = self.keep_alive(lease.id, lease.length).await?;
+        let sent = self.keep_alive(lease.id, lease.length).await?.map(|(sent, _)| sent);
         match sent {
             Some(sent) => drop(lease.sent.fetch_max(sent.as_nanos(), Ordering::AcqRel)),
             None => lease.end(),
@@ -178,8 +192,9 @@ impl Sessions {
         Ok(sent)
     }
 
-    /// Asks quickly rather than patiently: there may be another server that answers, and the lease is running.
-    pub(super) async fn keep_alive(&self, id: i64, length: Duration) -> Result<Option<Moment>> {
+    /// When the heartbeat was sent, and how long the lease lasts from then on. Asks quickly rather than patiently: there may be
+    /// another server that answers, and the lease is running.
+    pub(super) async fn keep_alive(&self, id: i64, length: Duration) -> Result<Option<(Moment, Duration)>> {
         let until = Clock::Boot.now().after(length / 3);
         let limit = if self.link.is_alone() { length / 3 } else { length / 6 };
         let least = Duration::from_millis(200);
@@ -189,7 +204,7 @@ impl Sessions {
             let request = LeaseKeepAliveRequest { id };
             let answer = self.link.attempt("/etcdserverpb.Lease/LeaseKeepAlive", request, limit).await;
             let fault = match answer {
-                Ok(LeaseKeepAliveResponse { ttl, .. }) => return Ok((ttl > 0).then_some(sent)),
+                Ok(LeaseKeepAliveResponse { ttl, .. }) => return Ok((ttl > 0).then(|| (sent, seconds_of(ttl)))),
                 Err(Fault { no_lease: true, .. }) => return Ok(None),
                 Err(fault) => fault,
             };

@@ -3,6 +3,7 @@
 use super::link::{Link, Login};
 use crate::url::{Url, decode};
 use crate::{Error, Result};
+use rustls::crypto::CryptoProvider;
 use std::time::Duration;
 use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity};
 
@@ -127,6 +128,10 @@ fn tls(url: &mut Url) -> Result<Option<ClientTlsConfig>> {
     let asked = ca.is_some() || cert.is_some() || key.is_some();
     if url.scheme != "etcds" {
         return if asked { Err(Error::invalid("options ca, cert and key need TLS; write etcds://")) } else { Ok(None) };
+    }
+    if CryptoProvider::get_default().is_none() {
+        // TLS panics in a program that has chosen no cryptography. Somebody else may choose at the same moment: that is as good.
+        let _ = rustls::crypto::ring::default_provider().install_default();
     }
     let config = ClientTlsConfig::new();
     let config = match ca {

@@ -70,11 +70,6 @@ impl Watcher {
         });
         Arc::clone(watcher)
     }
-
-    /// Whether the runtime that drove it is gone.
-    pub(super) fn is_dead(&self) -> bool {
-        self.orders.is_closed()
-    }
 }
 
 impl Watching {

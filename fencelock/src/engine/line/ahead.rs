@@ -136,6 +136,11 @@ pub(crate) trait Ordered: Send + Sync + 'static {
     /// the length of the session. In the past when it has ended.
     fn good_until(&self, session: Session) -> Moment;
 
+    /// Resolves when it is known that the session has ended: who waits under it has lost its place.
+    fn ended(&self, _session: Session) -> impl Future<Output = ()> + Send {
+        std::future::pending()
+    }
+
     /// Sends a heartbeat, or waits for the one under way. When it was sent; `None` when the session has ended.
     fn beat(&self, session: Session) -> impl Future<Output = Result<Option<Moment>>> + Send;
 
@@ -270,14 +275,14 @@ impl<S: Ordered> AheadEngine<S> {
                 None => {
                     // Who waits behind cannot know otherwise that a place among the holders was taken.
                     let told = waited && matches!(claim.mode, Mode::Permit { .. });
-                    if told && !persist(|| self.store.mark(claim, place)).await? {
+                    if told && !persist(wait, || self.store.mark(claim, place)).await? {
                         return Ok(None);
                     }
                     if let Some(grant) = self.grant(claim, place, view.asked) {
                         return Ok(Some(Turn::Holds(grant)));
                     }
                     // The last word of the session is old. Only a new one makes a lease.
-                    if persist(|| self.store.beat(place.session)).await?.is_none() {
+                    if persist(wait, || self.store.beat(place.session)).await?.is_none() {
                         return Ok(None);
                     }
                 }
@@ -287,14 +292,17 @@ impl<S: Ordered> AheadEngine<S> {
                 }
                 Some(until) => {
                     waited = true;
-                    if let Ok(Err(error)) =
-                        tokio::time::timeout(LOOK_AGAIN, self.store.wait(&claim.name, until, view.as_of)).await
-                    {
+                    let told = tokio::select! {
+                        told = self.store.wait(&claim.name, until, view.as_of) => told,
+                        () = self.store.ended(place.session) => Ok(()),
+                        () = tokio::time::sleep(LOOK_AGAIN) => Ok(()),
+                    };
+                    if let Err(error) = told {
                         pause_if_passing(error).await?;
                     }
                 }
             }
-            match persist(|| self.store.look(claim, place)).await? {
+            match persist(wait, || self.store.look(claim, place)).await? {
                 Some(new) => view = new,
                 None => return Ok(None),
             }
@@ -452,12 +460,12 @@ async fn pause_if_passing(error: Error) -> Result<()> {
     Ok(())
 }
 
-/// Asks until the store answers: who has a place in line keeps it while the store is away.
-async fn persist<T, F: Future<Output = Result<T>>>(mut ask: impl FnMut() -> F) -> Result<T> {
+/// Asks until the store answers: who waits and has a place in line keeps it while the store is away.
+async fn persist<T, F: Future<Output = Result<T>>>(wait: bool, mut ask: impl FnMut() -> F) -> Result<T> {
     loop {
         match ask().await {
-            Ok(answer) => return Ok(answer),
-            Err(error) => pause_if_passing(error).await?,
+            Err(error) if wait => pause_if_passing(error).await?,
+            answer => return answer,
         }
     }
 }
@@ -512,7 +520,7 @@ impl<S: Ordered> Engine for AheadEngine<S> {
                 }
                 Some(Turn::Busy) => return Ok(None),
                 // The place is lost; it joins again, at the end.
-                None => joined = persist(|| self.store.join(claim, wait)).await?,
+                None => joined = persist(wait, || self.store.join(claim, wait)).await?,
             }
         }
     }

@@ -184,8 +184,6 @@ fn unknown_scheme(scheme: &str) -> Error {
         "redis+cluster",
         "redlock",
         "zk",
-        "etcd",
-        "etcds",
         "postgres",
         "mysql",
     ];

@@ -9,6 +9,7 @@
 //! | [`sabotage`] | engines that break one promise each: they prove that suite and checker can fail |
 //! | [`redis`] | real Redis servers, which can be stopped, killed and started again |
 //! | [`redlock`] | several of them, independent of each other |
+//! | [`etcd`] | real etcd servers, alone and in clusters, likewise |
 //! | [`proxy`] | the network between a client and a server, with faults |
 //! | [`measure`] | throughput and latency; `fencelock bench` |
 //! | [`scripted`] | an engine that answers as it is told: late, never, wrongly; for the keeper |
@@ -17,6 +18,7 @@
 
 pub mod ask;
 pub mod conformance;
+pub mod etcd;
 pub mod history;
 pub mod kind;
 pub mod measure;

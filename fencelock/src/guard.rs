@@ -1,6 +1,7 @@
 //! What the user holds while it holds a lock.
 
 use crate::client::Client;
+use crate::engine::EntryKey;
 use crate::keeper::{Held, Loss, first_loss};
 use crate::{Error, ErrorKind, Hold, Mode, Owner, Release, Result, Token};
 use std::fmt;
@@ -75,6 +76,16 @@ impl Guard {
     /// How the lock is held.
     pub fn mode(&self) -> Mode {
         self.first().mode
+    }
+
+    /// Where the engine keeps this hold, if a transaction at the engine itself can compare it; with several locks, that of the
+    /// first name. On etcd: a write that is to happen only while the lock is held goes into a transaction that compares the
+    /// create revision of this key with this revision. Then no pause, however long, lets a late write through.
+    ///
+    /// `None` on engines without such transactions.
+    pub fn entry_key(&self) -> Option<EntryKey> {
+        let held = self.first();
+        self.client.engine().entry_key(&held.hold.name, held.hold.owner, held.mode, held.token)
     }
 
     /// Whether this is somebody else's hold, re-entered by its owner id. Its release frees nothing.

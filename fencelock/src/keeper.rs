@@ -291,7 +291,8 @@ impl Keeper {
         max_hold: Option<Duration>,
         borrowed: bool,
     ) -> Option<Arc<Held>> {
-        let cap = max_hold.map_or(Moment::NEVER, |span| grant.from.after(span));
+        // From now, not from the beginning of the lease: that may be the last heartbeat of a session that serves many locks.
+        let cap = max_hold.map_or(Moment::NEVER, |span| self.clock.now().after(span));
         let mut table = self.table();
         if let Some(at) = table.taken_early.iter().position(|(owner, _)| *owner == hold.owner) {
             let (_, when) = table.taken_early.remove(at)?;
@@ -343,14 +344,13 @@ impl Keeper {
     /// Asks the engine, now, whether the hold still stands; extends it if so.
     pub(crate) async fn confirm(&self, held: &Arc<Held>) -> Result<()> {
         if held.loss().is_none() && !held.valid_for().is_zero() {
-            let answers = self.engine.renew(std::slice::from_ref(&held.hold)).await?;
-            match answers.first() {
-                Some(Renewal::Extended { from }) => {
-                    self.extended(held, *from);
+            match self.engine.confirm(&held.hold).await? {
+                Renewal::Extended { from } => {
+                    self.extended(held, from);
                     return Ok(());
                 }
-                Some(Renewal::Gone) => self.lose(held, Loss::Taken),
-                Some(Renewal::Unknown) | None => return Err(cannot_tell()),
+                Renewal::Gone => self.lose(held, Loss::Taken),
+                Renewal::Unknown => return Err(cannot_tell()),
             }
         }
         let why = held.loss().unwrap_or(Loss::Deadline);
@@ -359,10 +359,13 @@ impl Keeper {
 
     fn extended(&self, held: &Arc<Held>, from: Moment) {
         held.extend(from, held.hold.ttl);
+        // Where the engine cannot give a whole lease, little is left of it: it is renewed often, but not without a pause.
+        let now = self.clock.now();
+        let soonest = now.after(held.deadline().since(now) / 8);
         let mut table = self.table();
         // Not in the queue: it was released or lost meanwhile. It must not come back.
         if table.remove(held) {
-            self.plan(&mut table, Arc::clone(held), from.after(held.hold.ttl / 3));
+            self.plan(&mut table, Arc::clone(held), from.after(held.hold.ttl / 3).max(soonest));
         }
     }
 

@@ -9,7 +9,11 @@ pub(crate) struct Program {
 }
 
 /// The servers that the tests start. A new engine adds a line.
-pub(crate) const SERVERS: &[Program] = &[Program { name: "redis-server", package: "redis-server" }];
+pub(crate) const SERVERS: &[Program] = &[
+    Program { name: "redis-server", package: "redis-server" },
+    Program { name: "etcd", package: "etcd-server" },
+    Program { name: "etcdctl", package: "etcd-client" },
+];
 
 /// The runtimes of foreign clients.
 pub(crate) const RUNTIMES: &[Program] = &[

@@ -1,6 +1,6 @@
 //! Brings the foreign clients of `interop/` to this machine, below the target directory, and runs them against fencelock.
 
-use crate::{cargo, install, run};
+use crate::{cargo, etcdctl, install, run};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -16,7 +16,11 @@ pub(crate) fn interop() -> bool {
         return false;
     }
     let driver = place.join("rust");
-    python(&sources, &venv) && packages(&sources, &node) && build(&sources, &driver) && play(&driver, &venv, &node)
+    python(&sources, &venv)
+        && packages(&sources, &node)
+        && build(&sources, &driver)
+        && play(&driver, &venv, &node)
+        && etcdctl::etcdctl()
 }
 
 fn root() -> PathBuf {

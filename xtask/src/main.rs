@@ -1,5 +1,6 @@
 //! The project's chores: `cargo xtask test` and friends. Needs nothing but Rust's toolchain; the rest is installed.
 
+mod etcdctl;
 mod install;
 mod interop;
 

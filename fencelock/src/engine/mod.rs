@@ -3,6 +3,8 @@
 //! An engine knows nothing of tasks, drops and timers of the holder: guard, keeper and releaser live in the
 //! client, once, for all engines.
 
+#[cfg(feature = "etcd")]
+pub(crate) mod etcd;
 #[cfg(all(feature = "file", target_os = "linux"))]
 pub(crate) mod file;
 pub(crate) mod line;
@@ -13,9 +15,10 @@ pub(crate) mod redis;
 #[cfg(feature = "redlock")]
 pub(crate) mod redlock;
 
-use crate::{Claim, Clock, Error, ErrorKind, Grant, Hold, Name, Owner, Release, Renewal, Result, Status};
+use crate::{Claim, Clock, Error, ErrorKind, Grant, Hold, Mode, Name, Owner, Release, Renewal, Result, Status, Token};
 use async_trait::async_trait;
 use serde::Serialize;
+use std::sync::Arc;
 use tokio::sync::mpsc;
 
 /// A system that keeps lines of claims.
@@ -44,6 +47,12 @@ pub trait Engine: Send + Sync + 'static {
     /// cannot be asked is [`Renewal::Unknown`] and does not hold up the others.
     async fn renew(&self, holds: &[Hold]) -> Result<Vec<Renewal>>;
 
+    /// Asks now, of the one who keeps the truth, whether this hold stands, and extends it if so: before it is re-entered.
+    async fn confirm(&self, hold: &Hold) -> Result<Renewal> {
+        let answers = self.renew(std::slice::from_ref(hold)).await?;
+        Ok(answers.first().copied().unwrap_or(Renewal::Unknown))
+    }
+
     /// Takes the owner's claim out of the line, whether it holds or waits. Touches nobody else's.
     async fn release(&self, hold: &Hold) -> Result<Release>;
 
@@ -58,6 +67,11 @@ pub trait Engine: Send + Sync + 'static {
 
     /// Takes the lock away from all its holders; they learn of it. Tells how many there were.
     async fn evict(&self, name: &Name) -> Result<usize>;
+
+    /// Where the engine keeps a hold, for transactions at the engine itself; see [`Guard::entry_key`](crate::Guard::entry_key).
+    fn entry_key(&self, _name: &Name, _owner: Owner, _mode: Mode, _token: Token) -> Option<EntryKey> {
+        None
+    }
 
     /// Runs for as long as the client lives, on the keeper's task: receives what the engine pushes, wakes waiters, and
     /// reports holds that the engine took away.
@@ -75,6 +89,16 @@ pub trait Engine: Send + Sync + 'static {
     async fn close(&self) -> Result<()> {
         Ok(())
     }
+}
+
+/// Where an engine keeps a hold: see [`Guard::entry_key`](crate::Guard::entry_key).
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct EntryKey {
+    /// The engine's own key.
+    pub key: String,
+    /// The revision by which it was created. As long as the key has it, the lock is held.
+    pub revision: u64,
 }
 
 /// What an engine does and what it survives. Tests, the command line and the documentation read it.
@@ -119,54 +143,54 @@ pub enum Purpose {
 }
 
 /// Which engine a URL asks for.
-pub(crate) async fn open(url: &crate::url::Url, text: &str) -> Result<std::sync::Arc<dyn Engine>> {
+pub(crate) async fn open(url: &crate::url::Url, text: &str) -> Result<Arc<dyn Engine>> {
+    // Not needed by all engines.
+    let _ = text;
     match url.scheme.as_str() {
-        "memory" => Ok(std::sync::Arc::new(memory::open(url)?)),
-        "file" => open_file(url).await,
+        "memory" => Ok(Arc::new(memory::open(url)?)),
+        #[cfg(all(feature = "file", target_os = "linux"))]
+        "file" => Ok(Arc::new(file::open(url).await?)),
+        #[cfg(feature = "redis")]
         "redis" | "rediss" | "redis+unix" | "redis+sentinel" | "rediss+sentinel" | "redis+cluster"
-        | "rediss+cluster" => open_redis(url, text).await,
-        "redlock" | "redlocks" => open_redlock(url, text).await,
-        other => Err(unknown_scheme(other)),
+        | "rediss+cluster" => Ok(Arc::new(redis::open(url, text).await?)),
+        #[cfg(feature = "redlock")]
+        "redlock" | "redlocks" => Ok(Arc::new(redlock::open(url, text).await?)),
+        #[cfg(feature = "etcd")]
+        "etcd" | "etcds" => Ok(Arc::new(etcd::open(url, text).await?)),
+        other => Err(no_engine(other)),
     }
 }
 
-#[cfg(all(feature = "file", target_os = "linux"))]
-async fn open_file(url: &crate::url::Url) -> Result<std::sync::Arc<dyn Engine>> {
-    Ok(std::sync::Arc::new(file::open(url).await?))
-}
+/// The schemes of all engines, and the cargo features that bring them.
+const SCHEMES: &[(&str, &str)] = &[
+    ("file", "file"),
+    ("redis", "redis"),
+    ("rediss", "redis"),
+    ("redis+unix", "redis"),
+    ("redis+sentinel", "redis"),
+    ("rediss+sentinel", "redis"),
+    ("redis+cluster", "redis"),
+    ("rediss+cluster", "redis"),
+    ("redlock", "redlock"),
+    ("redlocks", "redlock"),
+    ("etcd", "etcd"),
+    ("etcds", "etcd"),
+];
 
-#[cfg(not(all(feature = "file", target_os = "linux")))]
-async fn open_file(_: &crate::url::Url) -> Result<std::sync::Arc<dyn Engine>> {
-    Err(Error::new(ErrorKind::Unsupported, "the file engine needs Linux and the cargo feature `file`"))
-}
-
-#[cfg(feature = "redis")]
-async fn open_redis(url: &crate::url::Url, text: &str) -> Result<std::sync::Arc<dyn Engine>> {
-    Ok(std::sync::Arc::new(redis::open(url, text).await?))
-}
-
-#[cfg(not(feature = "redis"))]
-async fn open_redis(url: &crate::url::Url, _: &str) -> Result<std::sync::Arc<dyn Engine>> {
-    Err(Error::new(ErrorKind::Unsupported, format!("{}: needs the cargo feature `redis`", url.scheme)))
-}
-
-#[cfg(feature = "redlock")]
-async fn open_redlock(url: &crate::url::Url, text: &str) -> Result<std::sync::Arc<dyn Engine>> {
-    Ok(std::sync::Arc::new(redlock::open(url, text).await?))
-}
-
-#[cfg(not(feature = "redlock"))]
-async fn open_redlock(url: &crate::url::Url, _: &str) -> Result<std::sync::Arc<dyn Engine>> {
-    Err(Error::new(ErrorKind::Unsupported, format!("{}: needs the cargo feature `redlock`", url.scheme)))
-}
-
-fn unknown_scheme(scheme: &str) -> Error {
-    let planned = ["zk", "etcd", "etcds", "postgres", "mysql"];
-    if planned.contains(&scheme) {
-        return Error::new(
-            ErrorKind::Unsupported,
-            format!("this version has no engine for {scheme}: yet; it knows file: and memory:"),
-        );
+fn no_engine(scheme: &str) -> Error {
+    match SCHEMES.iter().find(|(known, _)| *known == scheme) {
+        Some((_, "file")) => {
+            Error::new(ErrorKind::Unsupported, "the file engine needs Linux and the cargo feature `file`")
+        }
+        Some((_, feature)) => {
+            Error::new(ErrorKind::Unsupported, format!("{scheme}: needs the cargo feature `{feature}`"))
+        }
+        None => {
+            let known: Vec<&str> = SCHEMES.iter().map(|(known, _)| *known).collect();
+            Error::invalid(format!(
+                "unknown scheme {scheme:?} in the engine's URL; use file:/path, memory:, or one of {}",
+                known.join(", ")
+            ))
+        }
     }
-    Error::invalid(format!("unknown scheme {scheme:?} in the engine's URL; use file:/path or memory:"))
 }

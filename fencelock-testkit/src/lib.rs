@@ -8,6 +8,7 @@
 //! | [`torture`] | processes that hammer an engine under the eyes of the checker; `fencelock torture` |
 //! | [`sabotage`] | engines that break one promise each: they prove that suite and checker can fail |
 //! | [`redis`] | real Redis servers, which can be stopped, killed and started again |
+//! | [`zookeeper`] | real ZooKeeper servers, alone and in ensembles, likewise |
 //! | [`proxy`] | the network between a client and a server, with faults |
 //! | [`measure`] | throughput and latency; `fencelock bench` |
 //! | [`scripted`] | an engine that answers as it is told: late, never, wrongly; for the keeper |
@@ -30,6 +31,7 @@ pub mod stepped;
 pub mod subject;
 pub mod torture;
 pub mod wait;
+pub mod zookeeper;
 
 pub use kind::{Kind, Lock};
 pub use probe::Probe;

@@ -64,7 +64,7 @@ impl Url {
     }
 }
 
-fn decode(text: &str) -> Result<String> {
+pub(crate) fn decode(text: &str) -> Result<String> {
     // The text may hold a password: it is not shown.
     let bad = || Error::invalid("the engine's URL has a bad percent escape; write % as %25");
     let mut bytes = Vec::with_capacity(text.len());

@@ -10,6 +10,8 @@ pub use line::rule;
 pub(crate) mod memory;
 #[cfg(feature = "redis")]
 pub(crate) mod redis;
+#[cfg(feature = "zookeeper")]
+pub(crate) mod zookeeper;
 
 use crate::{Claim, Clock, Error, ErrorKind, Grant, Hold, Name, Owner, Release, Renewal, Result, Status};
 use async_trait::async_trait;
@@ -117,6 +119,7 @@ pub(crate) async fn open(url: &crate::url::Url, text: &str) -> Result<std::sync:
         "memory" => Ok(std::sync::Arc::new(memory::open(url)?)),
         "file" => open_file(url).await,
         "redis" | "rediss" | "redis+unix" => open_redis(url, text).await,
+        "zk" | "zks" => open_zookeeper(url, text).await,
         other => Err(unknown_scheme(other)),
     }
 }
@@ -141,6 +144,16 @@ async fn open_redis(url: &crate::url::Url, _: &str) -> Result<std::sync::Arc<dyn
     Err(Error::new(ErrorKind::Unsupported, format!("{}: needs the cargo feature `redis`", url.scheme)))
 }
 
+#[cfg(feature = "zookeeper")]
+async fn open_zookeeper(url: &crate::url::Url, text: &str) -> Result<std::sync::Arc<dyn Engine>> {
+    Ok(std::sync::Arc::new(zookeeper::open(url, text).await?))
+}
+
+#[cfg(not(feature = "zookeeper"))]
+async fn open_zookeeper(url: &crate::url::Url, _: &str) -> Result<std::sync::Arc<dyn Engine>> {
+    Err(Error::new(ErrorKind::Unsupported, format!("{}: needs the cargo feature `zookeeper`", url.scheme)))
+}
+
 fn unknown_scheme(scheme: &str) -> Error {
     let planned = [
         "redis",
@@ -149,7 +162,6 @@ fn unknown_scheme(scheme: &str) -> Error {
         "redis+sentinel",
         "redis+cluster",
         "redlock",
-        "zk",
         "etcd",
         "etcds",
         "postgres",

@@ -343,14 +343,13 @@ impl Keeper {
     /// Asks the engine, now, whether the hold still stands; extends it if so.
     pub(crate) async fn confirm(&self, held: &Arc<Held>) -> Result<()> {
         if held.loss().is_none() && !held.valid_for().is_zero() {
-            let answers = self.engine.renew(std::slice::from_ref(&held.hold)).await?;
-            match answers.first() {
-                Some(Renewal::Extended { from }) => {
-                    self.extended(held, *from);
+            match self.engine.confirm(&held.hold).await? {
+                Renewal::Extended { from } => {
+                    self.extended(held, from);
                     return Ok(());
                 }
-                Some(Renewal::Gone) => self.lose(held, Loss::Taken),
-                Some(Renewal::Unknown) | None => return Err(cannot_tell()),
+                Renewal::Gone => self.lose(held, Loss::Taken),
+                Renewal::Unknown => return Err(cannot_tell()),
             }
         }
         let why = held.loss().unwrap_or(Loss::Deadline);

@@ -44,6 +44,12 @@ pub trait Engine: Send + Sync + 'static {
     /// cannot be asked is [`Renewal::Unknown`] and does not hold up the others.
     async fn renew(&self, holds: &[Hold]) -> Result<Vec<Renewal>>;
 
+    /// Asks now, of the one who keeps the truth, whether this hold stands, and extends it if so: before it is re-entered.
+    async fn confirm(&self, hold: &Hold) -> Result<Renewal> {
+        let answers = self.renew(std::slice::from_ref(hold)).await?;
+        Ok(answers.first().copied().unwrap_or(Renewal::Unknown))
+    }
+
     /// Takes the owner's claim out of the line, whether it holds or waits. Touches nobody else's.
     async fn release(&self, hold: &Hold) -> Result<Release>;
 

@@ -3,9 +3,12 @@
 //! * `rule`: who of a line may hold; pure.
 //! * [`Line`] (here): joining, leaving, renewing, reaping the dead, handing over; over any [`Shelf`] that can keep entries.
 //! * `wait`: the engine over a store of lines: join, wait to be told, watch the one ahead.
+//! * `ahead`: the engine over stores whose entries order themselves: join, look ahead, wait for the one that blocks.
 //!
 //! Every step touches a bounded number of entries, however long the line is.
 
+#[cfg_attr(not(any(feature = "etcd", feature = "zookeeper")), allow(dead_code, reason = "its engines are features"))]
+pub(crate) mod ahead;
 pub mod rule;
 pub(crate) mod wait;
 

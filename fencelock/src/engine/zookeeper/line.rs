@@ -82,10 +82,10 @@ fn plain(entry: &Named) -> Entry {
 /// What an entry's data begins with.
 const MARK: &str = "fencelock 1";
 
-/// The data of an entry: how long its session is, whether it is known to hold, and who it is.
-pub(super) fn data(claim: &Claim, session: Duration, holds: bool) -> Vec<u8> {
+/// The data of an entry: its lease in ms, whether it is known to hold, and who it is.
+pub(super) fn data(claim: &Claim, holds: bool) -> Vec<u8> {
     let state = if holds { "holds" } else { "joined" };
-    format!("{MARK}\n{}\n{state}\n{}", session.as_millis(), claim.label).into_bytes()
+    format!("{MARK}\n{}\n{state}\n{}", claim.ttl.as_millis(), claim.label).into_bytes()
 }
 
 /// Whether the entry's owner has written that it holds.
@@ -95,16 +95,16 @@ pub(super) fn holds(data: &[u8]) -> bool {
 
 fn parse(data: &[u8]) -> Option<(Duration, bool, &str)> {
     let text = std::str::from_utf8(data).ok()?.strip_prefix(MARK)?.strip_prefix('\n')?;
-    let (length, rest) = text.split_once('\n')?;
+    let (lease, rest) = text.split_once('\n')?;
     let (state, label) = rest.split_once('\n')?;
-    Some((Duration::from_millis(length.parse().ok()?), state == "holds", label))
+    Some((Duration::from_millis(lease.parse().ok()?), state == "holds", label))
 }
 
-/// All that is known of an entry, and how long its session is if it says so.
+/// All that is known of an entry, and its lease if it says so.
 pub(super) fn entry(named: &Named, data: &[u8], stat: &Stat) -> (Entry, Option<Duration>) {
     let token = stat.czxid.cast_unsigned();
-    let (length, label) = match parse(data) {
-        Some((length, _, label)) => (Some(length), label.to_owned()),
+    let (lease, label) = match parse(data) {
+        Some((lease, _, label)) => (Some(lease), label.to_owned()),
         None => (None, foreign_label(data)),
     };
     let joined = Duration::from_millis(u64::try_from(stat.ctime).unwrap_or(0));
@@ -117,7 +117,7 @@ pub(super) fn entry(named: &Named, data: &[u8], stat: &Stat) -> (Entry, Option<D
         age: now.saturating_sub(joined),
         ..plain(named)
     };
-    (entry, length)
+    (entry, lease)
 }
 
 /// Curator writes the address of its machine.
@@ -140,9 +140,8 @@ mod tests {
             label: "two\nlines".to_owned(),
             writer: false,
         };
-        let session = Duration::from_secs(4);
-        assert_eq!(parse(&data(&claim, session, false)), Some((session, false, "two\nlines")));
-        assert!(holds(&data(&claim, session, true)) && !holds(&data(&claim, session, false)));
+        assert_eq!(parse(&data(&claim, false)), Some((claim.ttl, false, "two\nlines")));
+        assert!(holds(&data(&claim, true)) && !holds(&data(&claim, false)));
         assert_eq!(parse(b"10.0.0.1"), None);
         assert_eq!(foreign_label(b"10.0.0.1\n\xff"), "10.0.0.1\u{fffd}");
     }

@@ -27,12 +27,12 @@ use futures_util::future::{join, join_all, select_all};
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use zookeeper_client::{Client, CreateMode, Error as Fault, EventType};
+use zookeeper_client::{Client, CreateMode, Error as Fault, EventType, Stat};
 
 /// Connects to the servers that the URL names.
 pub(crate) async fn open(url: &Url, text: &str) -> Result<AheadEngine<Store>> {
     let settings = Settings::read(url, text)?;
-    let store = Store { settings: Arc::new(settings), sessions: tokio::sync::Mutex::default(), all: Mutex::default(), lengths: Mutex::default() };
+    let store = Store { settings: Arc::new(settings), sessions: tokio::sync::Mutex::default(), all: Mutex::default(), leases: Mutex::default() };
     store.session_for(store.settings.ttl).await.map_err(|error| error.at_engine(&store.settings.address))?;
     Ok(AheadEngine::new(store))
 }
@@ -44,8 +44,8 @@ pub(crate) struct Store {
     sessions: tokio::sync::Mutex<()>,
     /// All sessions of this client, those that are over too.
     all: Mutex<Sessions>,
-    /// The sessions of others, as their entries tell.
-    lengths: Mutex<HashMap<u64, Duration>>,
+    /// How long the leases under a session are, as its entries tell.
+    leases: Mutex<HashMap<u64, Duration>>,
 }
 
 #[derive(Default)]
@@ -154,7 +154,7 @@ impl Store {
     async fn create(&self, session: &Arc<Session>, claim: &Claim, directory: &str) -> Result<Created, Fault> {
         let client = session.client().map_err(|_| Fault::SessionExpired)?;
         let prefix = format!("{directory}/{}", entry_prefix(claim.owner, Recipe::of(claim.mode, claim.writer)));
-        let data = line::data(claim, session.length, false);
+        let data = line::data(claim, false);
         let options = CreateMode::EphemeralSequential.with_acls(self.settings.acls);
         let container = CreateMode::Container.with_acls(self.settings.acls);
         let sent = Clock::Boot.now();
@@ -179,22 +179,23 @@ impl Store {
     }
 
     /// One attempt to join. `None` when it is worth another one.
-    async fn try_join(&self, claim: &Claim, directory: &str) -> Result<Option<Joined>> {
-        let session = self.session_for(claim.ttl).await?;
+    async fn try_join(&self, session: &Arc<Session>, claim: &Claim, directory: &str) -> Result<Option<Joined>> {
         session.care();
         let _joining = session.join(claim.owner);
-        let created = match self.create(&session, claim, directory).await {
+        let created = match self.create(session, claim, directory).await {
             Ok(created) => created,
             Err(Fault::NoNode) => {
                 // The directory was never there, or it was empty for so long that the servers removed it.
                 session.forget(directory);
                 let client = session.client()?;
-                let made = self.make_directory(&client, directory).await;
-                return made.map(|()| None).map_err(|fault| fault::error(&fault, false));
+                return match self.make_directory(&client, directory).await {
+                    Err(fault) if !fault::is_lost(&fault) => Err(fault::error(&fault, false)),
+                    _ => Ok(None),
+                };
             }
             Err(fault) if fault::is_lost(&fault) => {
                 session.suspect();
-                return self.recover(&session, claim, directory).await;
+                return self.recover(session, claim, directory).await;
             }
             Err(fault) if fault::is_over(&fault) && fault != Fault::AuthFailed => return Ok(None),
             Err(fault) => return Err(fault::error(&fault, true)),
@@ -202,32 +203,39 @@ impl Store {
         let place = created.place;
         let line = match created.line {
             Some(line) => line,
-            None => Line::of(self.list(&session, directory).await?),
+            None => Line::of(self.list(session, directory).await?),
         };
         let asked = created.sent;
-        let line = self.without_remains(&session, claim.owner, &place, directory, line).await?;
-        Ok(self.view(&session, claim, &place, directory, line, asked).await?.map(|view| Joined::In(place, view)))
+        let line = self.without_remains(session, claim.owner, &place, directory, line).await?;
+        Ok(self.view(session, claim, &place, directory, line, asked).await?.map(|view| Joined::In(place, view)))
     }
 
     async fn list(&self, session: &Session, directory: &str) -> Result<Vec<String>> {
-        let client = session.client()?;
-        match client.list_children(directory).await {
-            Ok(names) => Ok(names),
-            Err(Fault::NoNode) => Ok(Vec::new()),
-            Err(fault) => Err(fault::error(&fault, false)),
+        loop {
+            let client = session.client()?;
+            match client.list_children(directory).await {
+                Ok(names) => return Ok(names),
+                Err(Fault::NoNode) => return Ok(Vec::new()),
+                // The next request waits until there is a connection again.
+                Err(fault) if fault::is_lost(&fault) => {}
+                Err(fault) => return Err(fault::error(&fault, false)),
+            }
         }
     }
 
     /// As [`list`](Store::list), but not older than the question: the server asks the leader first.
     async fn list_now(&self, session: &Session, directory: &str) -> Result<Vec<String>> {
-        let client = session.client()?;
-        let syncing = client.sync(directory);
-        let listing = client.list_children(directory);
-        let (synced, listed) = join(syncing, listing).await;
-        match (synced, listed) {
-            (_, Err(Fault::NoNode)) => Ok(Vec::new()),
-            (Err(fault), _) | (_, Err(fault)) => Err(fault::error(&fault, false)),
-            (Ok(()), Ok(names)) => Ok(names),
+        loop {
+            let client = session.client()?;
+            let syncing = client.sync(directory);
+            let listing = client.list_children(directory);
+            let (synced, listed) = join(syncing, listing).await;
+            match (synced, listed) {
+                (Err(fault), _) | (_, Err(fault)) if fault::is_lost(&fault) => {}
+                (_, Err(Fault::NoNode)) => return Ok(Vec::new()),
+                (Err(fault), _) | (_, Err(fault)) => return Err(fault::error(&fault, false)),
+                (Ok(()), Ok(names)) => return Ok(names),
+            }
         }
     }
 
@@ -235,23 +243,13 @@ impl Store {
     /// another session, which is dying.
     async fn recover(&self, session: &Arc<Session>, claim: &Claim, directory: &str) -> Result<Option<Joined>> {
         let asked = Clock::Boot.now();
-        let line = match self.list_now(session, directory).await {
-            Ok(names) => Line::of(names),
-            Err(_) if session.is_over() => return Ok(None),
-            Err(error) => return Err(error),
-        };
+        let line = Line::of(self.list_now(session, directory).await?);
         let recipe = Recipe::of(claim.mode, claim.writer);
         let mut found = line.of_owner(claim.owner).filter(|entry| entry.recipe == recipe);
         let Some(entry) = found.next().map(|entry| entry.name.clone()) else { return Ok(None) };
         drop(found);
         let path = format!("{directory}/{entry}");
-        let client = session.client()?;
-        let stat = match client.check_stat(&path).await {
-            Ok(Some(stat)) => stat,
-            Ok(None) => return Ok(None),
-            Err(fault) => return Err(fault::error(&fault, false)),
-        };
-        drop(client);
+        let Some(stat) = self.stat(session, &path).await? else { return Ok(None) };
         let id = stat.ephemeral_owner.cast_unsigned();
         if id != session.id {
             if self.is_mine(id) {
@@ -280,14 +278,8 @@ impl Store {
             line.of_owner(owner).filter(|entry| entry.name != place.key).map(|entry| entry.name.clone()).collect();
         for name in remains {
             let path = format!("{directory}/{name}");
-            let client = session.client()?;
-            let stat = client.check_stat(&path).await;
-            drop(client);
-            let mine = match stat {
-                Ok(Some(stat)) => self.is_mine(stat.ephemeral_owner.cast_unsigned()),
-                Ok(None) => true,
-                Err(fault) => return Err(fault::error(&fault, false)),
-            };
+            let stat = self.stat(session, &path).await?;
+            let mine = stat.is_none_or(|stat| self.is_mine(stat.ephemeral_owner.cast_unsigned()));
             if mine {
                 self.delete(session, &path).await?;
                 line.remove(&name);
@@ -315,16 +307,28 @@ impl Store {
     }
 
     async fn order_by_czxid(&self, session: &Session, directory: &str, line: &mut Line) -> Result<()> {
-        let client = session.client()?;
-        let stats = line.names().map(|name| client.check_stat(&format!("{directory}/{name}"))).collect::<Vec<_>>();
+        let paths: Vec<String> = line.names().map(|name| format!("{directory}/{name}")).collect();
+        let stats = join_all(paths.iter().map(|path| self.stat(session, path))).await;
         let mut order = HashMap::new();
-        for (name, stat) in line.names().zip(join_all(stats).await) {
-            if let Some(stat) = stat.map_err(|fault| fault::error(&fault, false))? {
+        for (name, stat) in line.names().zip(stats) {
+            if let Some(stat) = stat? {
                 order.insert(name.to_owned(), stat.czxid);
             }
         }
         line.order_by(&order);
         Ok(())
+    }
+
+    /// What there is at a path, however often the connection is lost meanwhile.
+    async fn stat(&self, session: &Session, path: &str) -> Result<Option<Stat>> {
+        loop {
+            let client = session.client()?;
+            match client.check_stat(path).await {
+                Ok(stat) => return Ok(stat),
+                Err(fault) if fault::is_lost(&fault) => {}
+                Err(fault) => return Err(fault::error(&fault, false)),
+            }
+        }
     }
 
     /// Deletes a node, however often the connection is lost meanwhile.
@@ -369,10 +373,7 @@ impl Store {
         let mut left = Left::Nothing;
         for entry in line.of_owner(hold.owner) {
             let path = format!("{directory}/{}", entry.name);
-            let client = session.client()?;
-            let stat = client.check_stat(&path).await.map_err(|fault| fault::error(&fault, false))?;
-            drop(client);
-            let Some(stat) = stat.filter(|stat| self.is_mine(stat.ephemeral_owner.cast_unsigned())) else { continue };
+            let Some(stat) = self.stat(&session, &path).await?.filter(|stat| self.is_mine(stat.ephemeral_owner.cast_unsigned())) else { continue };
             let token = stat.czxid.cast_unsigned();
             if hold.token.is_some_and(|wanted| wanted.as_u64() != token) {
                 continue;
@@ -395,9 +396,9 @@ impl Store {
         for (entry, answer) in line.entries().zip(join_all(asked).await) {
             match answer {
                 Ok((data, stat)) => {
-                    let (entry, length) = line::entry(entry, &data, &stat);
-                    if let Some(length) = length {
-                        self.note_length(entry.session, length);
+                    let (entry, lease) = line::entry(entry, &data, &stat);
+                    if let Some(lease) = lease {
+                        self.note_lease(entry.session, lease);
                     }
                     entries.push(entry);
                 }
@@ -410,13 +411,13 @@ impl Store {
         Ok(entries)
     }
 
-    fn note_length(&self, session: u64, length: Duration) {
+    fn note_lease(&self, session: u64, lease: Duration) {
         const KNOWN: usize = 4096;
-        let mut lengths = lock(&self.lengths);
-        if lengths.len() >= KNOWN {
-            lengths.clear();
+        let mut leases = lock(&self.leases);
+        if leases.len() >= KNOWN {
+            leases.clear();
         }
-        lengths.insert(session, length);
+        leases.insert(session, lease);
     }
 
     /// Resolves when the node is gone or its data satisfies `enough`.
@@ -510,8 +511,13 @@ impl Ordered for Store {
         }
         let attempts = async {
             loop {
-                if let Some(joined) = self.try_join(claim, &directory).await? {
-                    return Ok(joined);
+                let session = self.session_for(claim.ttl).await?;
+                match self.try_join(&session, claim, &directory).await {
+                    Ok(Some(joined)) => return Ok(joined),
+                    Ok(None) => {}
+                    Err(error) if !session.is_over() => return Err(error),
+                    // Another session, another attempt.
+                    Err(_) => {}
                 }
             }
         };
@@ -556,7 +562,7 @@ impl Ordered for Store {
         let Ok(client) = session.client() else { return Ok(false) };
         let path = format!("{}/{}", self.directory(&claim.name), place.key);
         let sent = Clock::Boot.now();
-        match client.set_data(&path, &line::data(claim, session.length, true), None).await {
+        match client.set_data(&path, &line::data(claim, true), None).await {
             Ok(_) => {
                 session.heard(sent);
                 Ok(true)
@@ -645,11 +651,12 @@ impl Ordered for Store {
 
     async fn lease_left(&self, sessions: &BTreeSet<ahead::Session>) -> Result<HashMap<ahead::Session, Duration>> {
         let now = Clock::Boot.now();
-        let lengths = lock(&self.lengths).clone();
-        let left = |id: &u64| match self.session(*id) {
-            Some(session) => Some((*id, session.good_until().since(now))),
-            // When its last heartbeat was, only the leader knows: at most so much is left.
-            None => Some((*id, *lengths.get(id)?)),
+        let leases = lock(&self.leases);
+        let left = |id: &u64| {
+            // When the last heartbeat of others was, only the leader knows: at most so much is left.
+            let lease = *leases.get(id)?;
+            let own = self.session(*id).map(|session| session.good_until().since(now));
+            Some((*id, own.map_or(lease, |left| left.min(lease))))
         };
         Ok(sessions.iter().filter_map(left).collect())
     }

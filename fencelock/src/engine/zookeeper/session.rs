@@ -80,7 +80,14 @@ impl Session {
         let asked = Clock::Boot.now();
         let connecting = {
             let settings = Arc::clone(settings);
-            Aborting(home()?.spawn(async move { settings.connect(wanted).await }))
+            Aborting(home()?.spawn(async move {
+                loop {
+                    match settings.connect(wanted).await {
+                        Err(zookeeper_client::Error::Timeout) => {}
+                        outcome => return outcome,
+                    }
+                }
+            }))
         };
         let client = match tokio::time::timeout(settings.patience, connecting).await {
             Ok(Ok(client)) => client.map_err(|fault| unreachable(&fault))?,
@@ -94,7 +101,7 @@ impl Session {
             id: client.session_id().0.cast_unsigned(),
             length,
             wanted,
-            lease: covered(length, settings.heartbeats(length)),
+            lease: covered(length, Settings::heartbeats(length)),
             client: Mutex::new(Some(Arc::new(client))),
             heard: AtomicU64::new(asked.as_nanos()),
             cared_for: AtomicU64::new(0),
@@ -330,8 +337,7 @@ mod tests {
         for millis in [100, 600, 1_000, 2_000, 3_000, 4_000, 6_000, 10_000, 30_000, 120_000, 86_400_000] {
             let ttl = Duration::from_millis(millis);
             let length = length_for(ttl);
-            let heartbeats = (length * 2 / 5).min(Duration::from_secs(4)) * 3 / 8;
-            let lease = covered(length, heartbeats);
+            let lease = covered(length, Settings::heartbeats(length));
             assert!(lease >= ttl, "{ttl:?}: a session of {length:?} covers {lease:?}");
             assert!(lease < length);
         }

@@ -59,20 +59,21 @@ impl Settings {
         Ok(Self { hosts: place.hosts, root: place.root, credentials: place.credentials, tls, patience, ttl, acls, address })
     }
 
-    /// After so long a silence, a server is left for another one, while there is time for that.
-    fn idle(&self, timeout: Duration) -> Duration {
-        (timeout * 2 / 5).min(self.patience * 4 / 5).min(Duration::from_secs(4)).max(Duration::from_millis(8))
+    /// After so long a silence, a server is left for another one: several can be tried while the session lasts.
+    fn idle(timeout: Duration) -> Duration {
+        let at_least = (timeout * 2 / 5).min(Duration::from_millis(800));
+        (timeout / 6).clamp(at_least, Duration::from_secs(2))
     }
 
     /// At most so much time passes between two heartbeats of a session of this length.
-    pub(super) fn heartbeats(&self, timeout: Duration) -> Duration {
-        self.idle(timeout) * 3 / 8
+    pub(super) fn heartbeats(timeout: Duration) -> Duration {
+        Self::idle(timeout) * 3 / 8
     }
 
     /// Opens a session that outlives its last heartbeat by about this long.
     pub(super) async fn connect(&self, timeout: Duration) -> Result<Client, zookeeper_client::Error> {
         let mut connector: Connector =
-            Client::connector().with_session_timeout(timeout).with_connection_timeout(self.idle(timeout));
+            Client::connector().with_session_timeout(timeout).with_connection_timeout(Self::idle(timeout));
         if let Some(credentials) = &self.credentials {
             connector = connector.with_auth("digest", credentials.as_bytes());
         }

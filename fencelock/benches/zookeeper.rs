@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use zookeeper_client::{Acls, Client, CreateMode};
 
 const SPAN: Duration = Duration::from_secs(3);
+const ROUNDS: u32 = 3;
 
 #[tokio::main]
 async fn main() {
@@ -34,17 +35,19 @@ async fn compare() {
     println!("uncontended acquire + release, distinct names, pairs per second");
     for tasks in [1, 64] {
         // Turn and turn about, since the server gets faster with time.
-        let (mut ours, mut raw) = (0.0, 0.0);
-        for _ in 0..3 {
+        let (mut ours, mut raw, mut recipe) = (0.0, 0.0, 0.0);
+        for _ in 0..ROUNDS {
             let client = fencelock::connect(&url).await.expect("the server is there");
-            ours += measure::pairs(&client, "bench:", tasks, SPAN).await.expect("the lock works").per_second / 3.0;
+            let pairs = measure::pairs(&client, "bench:", tasks, SPAN).await.expect("the lock works");
             client.close().await.expect("closing works");
-            raw += raw_pairs(&server, tasks, SPAN).await / 3.0;
+            ours += pairs.per_second;
+            raw += raw_pairs(&server, tasks, false, SPAN).await;
+            recipe += raw_pairs(&server, tasks, true, SPAN).await;
         }
-        println!(
-            "  {tasks:>4} tasks   fencelock {ours:>8.0}   raw create + delete {raw:>8.0}   {:.2} times as long",
-            raw / ours
-        );
+        let rounds = f64::from(ROUNDS);
+        println!("  {tasks:>4} tasks   fencelock {:>8.0}", ours / rounds);
+        println!("       raw create, delete            {:>8.0}   {:.2} times as long", raw / rounds, raw / ours);
+        println!("       raw create + list, delete     {:>8.0}   {:.2} times as long", recipe / rounds, recipe / ours);
     }
     println!("\nhand-over between two processes, p50");
     let raw = raw_hand_over(&server).await;
@@ -65,7 +68,7 @@ async fn compare() {
 
 /// The Java machine is slow for the first few thousand requests.
 async fn warm_up(server: &ZooKeeper) {
-    raw_pairs(server, 16, SPAN).await;
+    raw_pairs(server, 16, true, SPAN).await;
     let client = server.client().await;
     measure::pairs(&client, "warm-up:", 16, SPAN).await.expect("the lock works");
     client.close().await.expect("closing works");
@@ -76,8 +79,8 @@ fn notifications(server: &ZooKeeper) -> u64 {
     server.statistic("zk_sum_node_deleted_watch_count")
 }
 
-/// The two requests that a lock needs at least, on one session.
-async fn raw_pairs(server: &ZooKeeper, tasks: usize, span: Duration) -> f64 {
+/// The two round trips that a lock needs at least, on one session; with the list that tells whether one is alone, or without.
+async fn raw_pairs(server: &ZooKeeper, tasks: usize, list: bool, span: Duration) -> f64 {
     let client = Arc::new(server.plain().await);
     let start = Instant::now();
     let workers: Vec<_> = (0..tasks)
@@ -90,7 +93,12 @@ async fn raw_pairs(server: &ZooKeeper, tasks: usize, span: Duration) -> f64 {
                 let options = CreateMode::EphemeralSequential.with_acls(Acls::anyone_all());
                 let mut count = 0_u32;
                 while start.elapsed() < span {
-                    let (_, sequence) = client.create(&prefix, b"holder", &options).await.expect("created");
+                    let creating = client.create(&prefix, b"holder", &options);
+                    let listing = list.then(|| client.list_children(&dir));
+                    let (_, sequence) = creating.await.expect("created");
+                    if let Some(listing) = listing {
+                        assert_eq!(listing.await.expect("listed").len(), 1);
+                    }
                     client.delete(&format!("{prefix}{sequence}"), None).await.expect("deleted");
                     count += 1;
                 }

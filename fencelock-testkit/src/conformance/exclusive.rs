@@ -389,7 +389,11 @@ pub async fn an_eviction_while_the_grant_arrives_is_told(subject: &Subject, kind
     let holder = kind.lock(&two, NAME).ttl(LONG).acquire().await.unwrap();
     let lock = kind.lock(&one, NAME).ttl(LONG);
     let mut waiter = Stepped::new(lock.acquire());
-    assert!(waiter.until_parked().await.is_none());
+    eventually("it stands in line", async || {
+        assert!(waiter.until_parked().await.is_none());
+        line(&two, NAME).await == (1, 1)
+    })
+    .await;
     holder.release().await.unwrap();
     assert_eq!(two.evict(NAME).await.unwrap(), 1);
     // It hears of it before the waiter does.

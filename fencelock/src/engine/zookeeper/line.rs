@@ -8,6 +8,7 @@ use std::time::{Duration, SystemTime};
 use zookeeper_client::Stat;
 
 /// The entries of a directory, in order.
+#[derive(Clone)]
 pub(super) struct Line(Vec<Named>);
 
 impl Line {
@@ -51,7 +52,8 @@ impl Line {
 
     /// Those ahead of this entry who matter to a claim of this mode; `None` if the entry is not there.
     pub(super) fn ahead_of(&self, name: &str, mode: Mode) -> Option<Vec<Entry>> {
-        let at = self.0.iter().position(|entry| entry.name == name)?;
+        // Mostly it is the last one, or the first.
+        let at = self.0.iter().rposition(|entry| entry.name == name)?;
         let ahead = &self.0[..at];
         Some(match mode {
             Mode::Exclusive => ahead.last().map(plain).into_iter().collect(),

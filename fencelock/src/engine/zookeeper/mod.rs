@@ -161,13 +161,35 @@ impl Store {
         // Requests are sent when they are made, in this order, whenever their answers are awaited.
         let making = (!session.knows(directory)).then(|| client.create(directory, &[], &container));
         let creating = client.create(&prefix, &data, &options);
-        let listing = client.list_children(directory);
+        let after = session.number();
+        // Many who join at once share what they read; one alone reads right away.
+        let reading = session.reads(directory);
+        let turn = reading.reads.try_lock().ok();
+        let number = session.number();
+        let listing = turn.is_some().then(|| client.list_children(directory));
         if let Some(making) = making
             && matches!(making.await, Ok(_) | Err(Fault::NodeExists))
         {
             session.learn(directory);
         }
-        let (created, listed) = join(creating, listing).await;
+        let (created, line) = join(creating, async {
+            if let (Some(listing), Some(mut turn)) = (listing, turn) {
+                let line = Arc::new(Line::of(listing.await?));
+                *turn = Some((number, Arc::clone(&line)));
+                return Ok::<_, Fault>(line);
+            }
+            let mut turn = reading.reads.lock().await;
+            if let Some((number, line)) = &*turn
+                && *number > after
+            {
+                return Ok(Arc::clone(line));
+            }
+            let number = session.number();
+            let line = Arc::new(Line::of(client.list_children(directory).await?));
+            *turn = Some((number, Arc::clone(&line)));
+            Ok(line)
+        })
+        .await;
         let (stat, sequence) = created?;
         session.heard(sent);
         let token = stat.czxid.cast_unsigned();
@@ -175,7 +197,7 @@ impl Store {
         session.add(token, path.clone());
         let key = path[directory.len() + 1..].to_owned();
         let place = Place { key, order: token, token, session: session.id, seat: token };
-        Ok(Created { place, line: listed.ok().map(Line::of), sent })
+        Ok(Created { place, line: line.ok(), sent })
     }
 
     /// One attempt to join. `None` when it is worth another one.
@@ -203,7 +225,7 @@ impl Store {
         let place = created.place;
         let line = match created.line {
             Some(line) => line,
-            None => Line::of(self.list(session, directory).await?),
+            None => Arc::new(Line::of(self.list(session, directory).await?)),
         };
         let asked = created.sent;
         let line = self.without_remains(session, claim.owner, &place, directory, line).await?;
@@ -243,7 +265,7 @@ impl Store {
     /// another session, which is dying.
     async fn recover(&self, session: &Arc<Session>, claim: &Claim, directory: &str) -> Result<Option<Joined>> {
         let asked = Clock::Boot.now();
-        let line = Line::of(self.list_now(session, directory).await?);
+        let line = Arc::new(Line::of(self.list_now(session, directory).await?));
         let recipe = Recipe::of(claim.mode, claim.writer);
         let mut found = line.of_owner(claim.owner).filter(|entry| entry.recipe == recipe);
         let Some(entry) = found.next().map(|entry| entry.name.clone()) else { return Ok(None) };
@@ -272,8 +294,8 @@ impl Store {
         owner: Owner,
         place: &Place,
         directory: &str,
-        mut line: Line,
-    ) -> Result<Line> {
+        mut line: Arc<Line>,
+    ) -> Result<Arc<Line>> {
         let remains: Vec<String> =
             line.of_owner(owner).filter(|entry| entry.name != place.key).map(|entry| entry.name.clone()).collect();
         for name in remains {
@@ -282,7 +304,7 @@ impl Store {
             let mine = stat.is_none_or(|stat| self.is_mine(stat.ephemeral_owner.cast_unsigned()));
             if mine {
                 self.delete(session, &path).await?;
-                line.remove(&name);
+                Arc::make_mut(&mut line).remove(&name);
             }
         }
         Ok(line)
@@ -295,11 +317,11 @@ impl Store {
         claim: &Claim,
         place: &Place,
         directory: &str,
-        mut line: Line,
+        mut line: Arc<Line>,
         asked: Moment,
     ) -> Result<Option<View>> {
         if line.is_doubtful() {
-            self.order_by_czxid(session, directory, &mut line).await?;
+            self.order_by_czxid(session, directory, Arc::make_mut(&mut line)).await?;
         }
         let ahead = line.ahead_of(&place.key, claim.mode);
         // The watch that follows is asked for through the same session.
@@ -464,7 +486,7 @@ fn longest(ttl: Duration) -> Duration {
 struct Created {
     place: Place,
     /// What was in the directory right afterwards; `None` when that answer was lost.
-    line: Option<Line>,
+    line: Option<Arc<Line>>,
     sent: Moment,
 }
 
@@ -529,7 +551,7 @@ impl Ordered for Store {
         session.care();
         let directory = self.directory(&claim.name);
         let asked = Clock::Boot.now();
-        let line = Line::of(self.list(&session, &directory).await?);
+        let line = Arc::new(Line::of(self.list(&session, &directory).await?));
         let view = self.view(&session, claim, place, &directory, line, asked).await?;
         if view.is_none() {
             session.remove(place.seat);

@@ -4,29 +4,41 @@
 //! outlive the keeper: a session that nobody cares for is ended, and its entries go with it.
 
 use super::fault;
+use super::line::Line;
 use super::path::Entry;
 use super::settings::Settings;
 use crate::{Clock, Error, ErrorKind, Moment, Owner, Result};
+use async_executor::Executor;
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
-use tokio::runtime::Handle;
 use zookeeper_client::{Client, SessionState};
 
-/// Where sessions live.
-static HOME: LazyLock<std::io::Result<Handle>> = LazyLock::new(|| {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let handle = runtime.handle().clone();
-    let live = move || runtime.block_on(std::future::pending::<()>());
-    std::thread::Builder::new().name("fencelock-zookeeper".into()).spawn(live)?;
-    Ok(handle)
-});
+/// Where sessions live: what is spawned here is run by one thread, which also waits for the network on their behalf.
+static HOME: Executor<'static> = Executor::new();
 
-fn home() -> Result<&'static Handle> {
-    HOME.as_ref().map_err(|error| {
+/// Makes sure that the thread runs.
+fn home() -> Result<&'static Executor<'static>> {
+    static THREAD: LazyLock<std::io::Result<()>> = LazyLock::new(|| {
+        let live = || {
+            let _scope = spawns::enter(&AtHome);
+            async_io::block_on(HOME.run(std::future::pending::<()>()));
+        };
+        std::thread::Builder::new().name("fencelock-zookeeper".into()).spawn(live).map(drop)
+    });
+    THREAD.as_ref().map(|()| &HOME).map_err(|error| {
         Error::new(ErrorKind::Unavailable, "the thread for ZooKeeper sessions cannot be started").caused_by(error.to_string())
     })
+}
+
+/// What the ZooKeeper client spawns stays on the thread.
+struct AtHome;
+
+impl spawns::Spawn for AtHome {
+    fn spawn(&self, task: spawns::Task) {
+        HOME.spawn(Box::into_pin(task.future)).detach();
+    }
 }
 
 /// The shortest session that is asked for: heartbeats of a busy machine get through.
@@ -67,6 +79,10 @@ pub(super) struct Session {
     directories: Mutex<HashSet<String>>,
     /// This session's entries, by their czxid.
     entries: Mutex<HashMap<u64, String>>,
+    /// Numbers requests, so that it is known which of two was sent first.
+    sent: AtomicU64,
+    /// Who is about to read which directory.
+    reads: Mutex<HashMap<String, Arc<Reads>>>,
     /// Owners whose entries are being created.
     joining: Mutex<HashMap<Owner, usize>>,
     /// A request to create an entry may be under way that nobody waits for.
@@ -78,22 +94,20 @@ impl Session {
     pub(super) async fn open(settings: &Arc<Settings>, ttl: Duration) -> Result<Arc<Self>> {
         let wanted = length_for(ttl);
         let asked = Clock::Boot.now();
+        // Dropped with this future, the task ends.
         let connecting = {
             let settings = Arc::clone(settings);
-            Aborting(home()?.spawn(async move {
+            home()?.spawn(async move {
                 loop {
                     match settings.connect(wanted).await {
                         Err(zookeeper_client::Error::Timeout) => {}
                         outcome => return outcome,
                     }
                 }
-            }))
+            })
         };
         let client = match tokio::time::timeout(settings.patience, connecting).await {
-            Ok(Ok(client)) => client.map_err(|fault| unreachable(&fault))?,
-            Ok(Err(error)) => {
-                return Err(Error::new(ErrorKind::Engine, "the ZooKeeper client failed; please report this").caused_by(error));
-            }
+            Ok(client) => client.map_err(|fault| unreachable(&fault))?,
             Err(_) => return Err(unreachable(&zookeeper_client::Error::Timeout)),
         };
         let length = client.session_timeout();
@@ -108,11 +122,13 @@ impl Session {
             beating: tokio::sync::Mutex::default(),
             directories: Mutex::default(),
             entries: Mutex::default(),
+            sent: AtomicU64::new(0),
+            reads: Mutex::default(),
             joining: Mutex::default(),
             stray: AtomicBool::new(false),
         });
         session.care();
-        home()?.spawn(attend(Arc::downgrade(&session), settings.root.clone()));
+        home()?.spawn(attend(Arc::downgrade(&session), settings.root.clone())).detach();
         Ok(session)
     }
 
@@ -220,6 +236,18 @@ impl Session {
         lock(&self.entries).get(&czxid).cloned()
     }
 
+    /// The next number of a request: taken after a write was sent, and before a read is.
+    pub(super) fn number(&self) -> u64 {
+        self.sent.fetch_add(1, Ordering::AcqRel)
+    }
+
+    /// Takes turns in reading a directory with all others of this session who want to.
+    pub(super) fn reads(self: &Arc<Self>, directory: &str) -> Reading {
+        let mut all = lock(&self.reads);
+        let reads = Arc::clone(all.entry(directory.to_owned()).or_default());
+        Reading { reads, session: Arc::clone(self), directory: directory.to_owned() }
+    }
+
     /// The entries of this session are being added to.
     pub(super) fn join(self: &Arc<Self>, owner: Owner) -> Joining {
         *lock(&self.joining).entry(owner).or_default() += 1;
@@ -259,20 +287,23 @@ fn unreachable(fault: &zookeeper_client::Error) -> Error {
     }
 }
 
-/// A task that ends with whoever waits for it.
-struct Aborting<T>(tokio::task::JoinHandle<T>);
+/// One reads a directory at a time; those who wait meanwhile share the next answer. It has the number of its request.
+pub(super) type Reads = tokio::sync::Mutex<Option<(u64, Arc<Line>)>>;
 
-impl<T> Future for Aborting<T> {
-    type Output = Result<T, tokio::task::JoinError>;
-
-    fn poll(mut self: std::pin::Pin<&mut Self>, cx: &mut std::task::Context<'_>) -> std::task::Poll<Self::Output> {
-        std::pin::Pin::new(&mut self.0).poll(cx)
-    }
+/// Somebody who is about to read a directory. The last one to go forgets what was read.
+pub(super) struct Reading {
+    pub(super) reads: Arc<Reads>,
+    session: Arc<Session>,
+    directory: String,
 }
 
-impl<T> Drop for Aborting<T> {
+impl Drop for Reading {
     fn drop(&mut self) {
-        self.0.abort();
+        let mut all = lock(&self.session.reads);
+        // The table's own, and this one's.
+        if Arc::strong_count(&self.reads) <= 2 {
+            all.remove(&self.directory);
+        }
     }
 }
 
@@ -320,7 +351,7 @@ async fn attend(session: Weak<Session>, root: String) {
         }
         let pause = (present.length / 8).clamp(Duration::from_millis(50), Duration::from_secs(1));
         drop(present);
-        tokio::time::sleep(pause).await;
+        async_io::Timer::after(pause).await;
     }
 }
 

@@ -9,13 +9,24 @@ pub(crate) struct Program {
 }
 
 /// The servers that the tests start. A new engine adds a line.
-pub(crate) const SERVERS: &[Program] = &[Program { name: "redis-server", package: "redis-server" }];
+pub(crate) const SERVERS: &[Program] = &[
+    Program { name: "redis-server", package: "redis-server" },
+    Program { name: "java", package: "default-jre-headless" },
+    // Without the package that would run it as a service.
+    Program { name: "/usr/share/java/zookeeper.jar", package: "zookeeper" },
+];
 
 /// The runtimes of foreign clients.
 pub(crate) const RUNTIMES: &[Program] = &[
     Program { name: "python3", package: "python3" },
     Program { name: "node", package: "nodejs" },
     Program { name: "npm", package: "npm" },
+];
+
+/// What brings and runs foreign clients in Java.
+pub(crate) const JAVA: &[Program] = &[
+    Program { name: "javac", package: "default-jdk-headless" },
+    Program { name: "mvn", package: "maven" },
 ];
 
 /// Installs those of these programs that are not there. False, after saying why, when that fails.

@@ -35,19 +35,15 @@ async fn compare() {
     println!("uncontended acquire + release, distinct names, pairs per second");
     for tasks in [1, 64] {
         // Turn and turn about, since the server gets faster with time.
-        let (mut ours, mut raw, mut recipe) = (0.0, 0.0, 0.0);
+        let (mut ours, mut raw, mut recipe) = (Pairs::default(), Pairs::default(), Pairs::default());
         for _ in 0..ROUNDS {
-            let client = fencelock::connect(&url).await.expect("the server is there");
-            let pairs = measure::pairs(&client, "bench:", tasks, SPAN).await.expect("the lock works");
-            client.close().await.expect("closing works");
-            ours += pairs.per_second;
+            ours += our_pairs(&url, tasks).await;
             raw += raw_pairs(&server, tasks, false, SPAN).await;
             recipe += raw_pairs(&server, tasks, true, SPAN).await;
         }
-        let rounds = f64::from(ROUNDS);
-        println!("  {tasks:>4} tasks   fencelock {:>8.0}", ours / rounds);
-        println!("       raw create, delete            {:>8.0}   {:.2} times as long", raw / rounds, raw / ours);
-        println!("       raw create + list, delete     {:>8.0}   {:.2} times as long", recipe / rounds, recipe / ours);
+        println!("  {tasks:>4} tasks   fencelock            {ours}");
+        println!("       raw create, delete            {raw}   {}", ours.beside(&raw));
+        println!("       raw create + list, delete     {recipe}   {}", ours.beside(&recipe));
     }
     println!("\nhand-over between two processes, p50");
     let raw = raw_hand_over(&server).await;
@@ -66,6 +62,41 @@ async fn compare() {
     }
 }
 
+/// What several rounds of pairs have shown, added up.
+#[derive(Default)]
+struct Pairs {
+    per_second: f64,
+    p50_us: f64,
+}
+
+impl std::ops::AddAssign for Pairs {
+    fn add_assign(&mut self, other: Self) {
+        self.per_second += other.per_second;
+        self.p50_us += other.p50_us;
+    }
+}
+
+impl std::fmt::Display for Pairs {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let rounds = f64::from(ROUNDS);
+        write!(f, "{:>7.0} per second, p50 of a pair {:>7.0} µs", self.per_second / rounds, self.p50_us / rounds)
+    }
+}
+
+impl Pairs {
+    fn beside(&self, raw: &Self) -> String {
+        let (rate, p50) = (raw.per_second / self.per_second, self.p50_us / raw.p50_us);
+        format!("{rate:.2} times as long, p50 {p50:.2} times")
+    }
+}
+
+async fn our_pairs(url: &str, tasks: usize) -> Pairs {
+    let client = fencelock::connect(url).await.expect("the server is there");
+    let pairs = measure::pairs(&client, "bench:", tasks, SPAN).await.expect("the lock works");
+    client.close().await.expect("closing works");
+    Pairs { per_second: pairs.per_second, p50_us: pairs.acquire.p50_us + pairs.release.p50_us }
+}
+
 /// The Java machine is slow for the first few thousand requests.
 async fn warm_up(server: &ZooKeeper) {
     raw_pairs(server, 16, true, SPAN).await;
@@ -80,7 +111,7 @@ fn notifications(server: &ZooKeeper) -> u64 {
 }
 
 /// The two round trips that a lock needs at least, on one session; with the list that tells whether one is alone, or without.
-async fn raw_pairs(server: &ZooKeeper, tasks: usize, list: bool, span: Duration) -> f64 {
+async fn raw_pairs(server: &ZooKeeper, tasks: usize, list: bool, span: Duration) -> Pairs {
     let client = Arc::new(server.plain().await);
     let start = Instant::now();
     let workers: Vec<_> = (0..tasks)
@@ -88,11 +119,12 @@ async fn raw_pairs(server: &ZooKeeper, tasks: usize, list: bool, span: Duration)
             let client = Arc::clone(&client);
             tokio::spawn(async move {
                 let dir = format!("/raw-{task}");
-                let _ = client.create(&dir, &[], &CreateMode::Container.with_acls(Acls::anyone_all())).await;
+                let _ = client.create(&dir, &[], &CreateMode::Persistent.with_acls(Acls::anyone_all())).await;
                 let prefix = format!("{dir}/_c_2f0a4d4b-6a0e-4b55-a6a4-0e6d0b1b2c3d-lock-");
                 let options = CreateMode::EphemeralSequential.with_acls(Acls::anyone_all());
-                let mut count = 0_u32;
+                let mut latencies = measure::histogram();
                 while start.elapsed() < span {
+                    let asked = Instant::now();
                     let creating = client.create(&prefix, b"holder", &options);
                     let listing = list.then(|| client.list_children(&dir));
                     let (_, sequence) = creating.await.expect("created");
@@ -100,17 +132,20 @@ async fn raw_pairs(server: &ZooKeeper, tasks: usize, list: bool, span: Duration)
                         assert_eq!(listing.await.expect("listed").len(), 1);
                     }
                     client.delete(&format!("{prefix}{sequence}"), None).await.expect("deleted");
-                    count += 1;
+                    latencies.saturating_record(u64::try_from(asked.elapsed().as_nanos()).unwrap_or(u64::MAX));
                 }
-                count
+                latencies
             })
         })
         .collect();
-    let mut total = 0.0;
+    let mut all = measure::histogram();
     for worker in workers {
-        total += f64::from(worker.await.expect("a worker does not panic"));
+        all.add(worker.await.expect("a worker does not panic")).expect("the same bounds");
     }
-    total / start.elapsed().as_secs_f64()
+    let latency = Latency::of(&all);
+    #[expect(clippy::cast_precision_loss, reason = "a count of seconds' work fits")]
+    let per_second = latency.count as f64 / start.elapsed().as_secs_f64();
+    Pairs { per_second, p50_us: latency.p50_us }
 }
 
 /// From starting a deletion to the event at another client: what a hand-over must at least cost.

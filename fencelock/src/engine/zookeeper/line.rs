@@ -50,6 +50,11 @@ impl Line {
         self.0.iter().map(plain).collect()
     }
 
+    /// How many are ahead of this entry, if it is there.
+    pub(super) fn count_ahead(&self, name: &str) -> Option<usize> {
+        self.0.iter().position(|entry| entry.name == name)
+    }
+
     /// Those ahead of this entry who matter to a claim of this mode; `None` if the entry is not there.
     pub(super) fn ahead_of(&self, name: &str, mode: Mode) -> Option<Vec<Entry>> {
         // Mostly it is the last one, or the first.

@@ -22,7 +22,7 @@ use self::settings::Settings;
 use super::line::ahead::{self, AheadEngine, Entry, Joined, Left, Ordered, Place, Until, View};
 use super::{Capability, Purpose};
 use crate::url::Url;
-use crate::{Claim, Clock, Error, ErrorKind, Hold, Moment, Name, Owner, Renewal, Result, Token};
+use crate::{Claim, Clock, Error, ErrorKind, Hold, Mode, Moment, Name, Owner, Renewal, Result, Token};
 use futures_util::future::{join, join_all, select_all};
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Mutex};
@@ -66,6 +66,9 @@ impl Store {
         if let Some(session) = self.known_session(ttl) {
             return Ok(session);
         }
+        if lock(&self.all).closed {
+            return Err(closed());
+        }
         let session = Session::open(&self.settings, ttl).await?;
         if session.lease < ttl {
             let (most, session) = (session.lease, session.length);
@@ -76,7 +79,7 @@ impl Store {
         }
         let mut all = lock(&self.all);
         if all.closed {
-            return Err(Error::new(ErrorKind::Unavailable, "this client was closed; connect again"));
+            return Err(closed());
         }
         all.open.push(Arc::clone(&session));
         Ok(session)
@@ -203,7 +206,6 @@ impl Store {
     /// One attempt to join. `None` when it is worth another one.
     async fn try_join(&self, session: &Arc<Session>, claim: &Claim, directory: &str) -> Result<Option<Joined>> {
         session.care();
-        let _joining = session.join(claim.owner);
         let created = match self.create(session, claim, directory).await {
             Ok(created) => created,
             Err(Fault::NoNode) => {
@@ -215,10 +217,7 @@ impl Store {
                     _ => Ok(None),
                 };
             }
-            Err(fault) if fault::is_lost(&fault) => {
-                session.suspect();
-                return self.recover(session, claim, directory).await;
-            }
+            Err(fault) if fault::is_lost(&fault) => return self.recover(session, claim, directory).await,
             Err(fault) if fault::is_over(&fault) && fault != Fault::AuthFailed => return Ok(None),
             Err(fault) => return Err(fault::error(&fault, true)),
         };
@@ -262,7 +261,8 @@ impl Store {
     }
 
     /// The answer to a request to create an entry was lost. If the entry is there, it is this claim's, unless it belongs to
-    /// another session, which is dying.
+    /// another session, which is dying. If it is not there, it will not come: the servers take nothing from the old connection of
+    /// a session that has a new one.
     async fn recover(&self, session: &Arc<Session>, claim: &Claim, directory: &str) -> Result<Option<Joined>> {
         let asked = Clock::Boot.now();
         let line = Arc::new(Line::of(self.list_now(session, directory).await?));
@@ -324,6 +324,9 @@ impl Store {
             self.order_by_czxid(session, directory, Arc::make_mut(&mut line)).await?;
         }
         let ahead = line.ahead_of(&place.key, claim.mode);
+        if let (Mode::Exclusive, Some(1), Some([one])) = (claim.mode, line.count_ahead(&place.key), ahead.as_deref()) {
+            session.is_second(place.seat, format!("{directory}/{}", one.key));
+        }
         // The watch that follows is asked for through the same session.
         Ok(ahead.map(|ahead| View { ahead, as_of: session.id, asked }))
     }
@@ -387,10 +390,11 @@ impl Store {
     async fn leave_by_owner(&self, hold: &Hold) -> Result<Left> {
         let directory = self.directory(&hold.name);
         let open: Vec<Arc<Session>> = lock(&self.all).open.clone();
-        for session in &open {
-            session.suspect();
-        }
-        let session = self.some_session().await?;
+        // Through the session that the claim used: should its request be under way, these follow it.
+        let session = match self.known_session(hold.ttl) {
+            Some(session) => session,
+            None => self.some_session().await?,
+        };
         let line = Line::of(self.list_now(&session, &directory).await?);
         let mut left = Left::Nothing;
         for entry in line.of_owner(hold.owner) {
@@ -455,9 +459,9 @@ impl Store {
                 Err(fault) => return Err(fault::error(&fault, false)),
             };
             match watcher.changed().await.event_type {
-                EventType::NodeDataChanged => {}
+                EventType::NodeDeleted => return Ok(()),
                 EventType::Session => return Err(fault::error(&Fault::SessionExpired, false)),
-                _ => return Ok(()),
+                _ => {}
             }
         }
     }
@@ -475,6 +479,10 @@ impl Store {
             never = care => never,
         }
     }
+}
+
+fn closed() -> Error {
+    Error::new(ErrorKind::Unavailable, "this client was closed; connect again")
 }
 
 /// The longest session that is used for leases of this length.
@@ -551,6 +559,10 @@ impl Ordered for Store {
         session.care();
         let directory = self.directory(&claim.name);
         let asked = Clock::Boot.now();
+        if session.is_first(place.seat) {
+            // That the own entry stands is the session's word; if somebody took it away just now, the holder is told.
+            return Ok(Some(View { ahead: Vec::new(), as_of: session.id, asked }));
+        }
         let line = Arc::new(Line::of(self.list(&session, &directory).await?));
         let view = self.view(&session, claim, place, &directory, line, asked).await?;
         if view.is_none() {
@@ -565,7 +577,10 @@ impl Ordered for Store {
         let path = |entry: &Entry| format!("{directory}/{}", entry.key);
         let waiting = async {
             match until {
-                Until::Gone(entry) => self.until(&session, &path(entry), |_| false).await,
+                Until::Gone(entry) => {
+                    let path = path(entry);
+                    self.until(&session, &path, |_| false).await.inspect(|()| session.deleted(&path))
+                }
                 Until::Passed(entry) => self.until(&session, &path(entry), line::holds).await,
                 Until::AnyGone(entries) => {
                     let paths: Vec<String> = entries.iter().map(path).collect();

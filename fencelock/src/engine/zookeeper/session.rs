@@ -5,12 +5,11 @@
 
 use super::fault;
 use super::line::Line;
-use super::path::Entry;
 use super::settings::Settings;
-use crate::{Clock, Error, ErrorKind, Moment, Owner, Result};
+use crate::{Clock, Error, ErrorKind, Moment, Result};
 use async_executor::Executor;
 use std::collections::{HashMap, HashSet};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 use zookeeper_client::{Client, SessionState};
@@ -79,14 +78,12 @@ pub(super) struct Session {
     directories: Mutex<HashSet<String>>,
     /// This session's entries, by their czxid.
     entries: Mutex<HashMap<u64, String>>,
+    /// Who is second in line, by its czxid: the path of the one ahead, and whether that one is gone.
+    seconds: Mutex<HashMap<u64, (String, bool)>>,
     /// Numbers requests, so that it is known which of two was sent first.
     sent: AtomicU64,
     /// Who is about to read which directory.
     reads: Mutex<HashMap<String, Arc<Reads>>>,
-    /// Owners whose entries are being created.
-    joining: Mutex<HashMap<Owner, usize>>,
-    /// A request to create an entry may be under way that nobody waits for.
-    stray: AtomicBool,
 }
 
 impl Session {
@@ -122,13 +119,12 @@ impl Session {
             beating: tokio::sync::Mutex::default(),
             directories: Mutex::default(),
             entries: Mutex::default(),
+            seconds: Mutex::default(),
             sent: AtomicU64::new(0),
             reads: Mutex::default(),
-            joining: Mutex::default(),
-            stray: AtomicBool::new(false),
         });
         session.care();
-        home()?.spawn(attend(Arc::downgrade(&session), settings.root.clone())).detach();
+        home()?.spawn(attend(Arc::downgrade(&session))).detach();
         Ok(session)
     }
 
@@ -230,6 +226,24 @@ impl Session {
 
     pub(super) fn remove(&self, czxid: u64) {
         lock(&self.entries).remove(&czxid);
+        lock(&self.seconds).remove(&czxid);
+    }
+
+    /// There is one entry ahead, and no other.
+    pub(super) fn is_second(&self, czxid: u64, ahead: String) {
+        lock(&self.seconds).insert(czxid, (ahead, false));
+    }
+
+    /// This node was deleted.
+    pub(super) fn deleted(&self, path: &str) {
+        for (ahead, gone) in lock(&self.seconds).values_mut() {
+            *gone |= ahead == path;
+        }
+    }
+
+    /// Whether the only one ahead was seen to go: then nobody is, since nobody can come ahead.
+    pub(super) fn is_first(&self, czxid: u64) -> bool {
+        lock(&self.seconds).remove(&czxid).is_some_and(|(_, gone)| gone)
     }
 
     pub(super) fn path_of(&self, czxid: u64) -> Option<String> {
@@ -246,37 +260,6 @@ impl Session {
         let mut all = lock(&self.reads);
         let reads = Arc::clone(all.entry(directory.to_owned()).or_default());
         Reading { reads, session: Arc::clone(self), directory: directory.to_owned() }
-    }
-
-    /// The entries of this session are being added to.
-    pub(super) fn join(self: &Arc<Self>, owner: Owner) -> Joining {
-        *lock(&self.joining).entry(owner).or_default() += 1;
-        Joining { session: Arc::clone(self), owner }
-    }
-
-    /// A request to create an entry was given up on. It may still arrive.
-    pub(super) fn suspect(&self) {
-        self.stray.store(true, Ordering::Release);
-    }
-
-    /// Removes entries of this session that nobody knows of: made by a request that was given up on.
-    async fn sweep(&self, root: &str) -> Result<(), zookeeper_client::Error> {
-        let Ok(client) = self.client() else { return Ok(()) };
-        for path in client.list_ephemerals(root).await? {
-            if self.is_stray(&path) {
-                tracing::debug!("removing {path}: its request was given up on");
-                client.delete(&path, None).await?;
-            }
-        }
-        Ok(())
-    }
-
-    fn is_stray(&self, path: &str) -> bool {
-        let Some((_, name)) = path.rsplit_once('/') else { return false };
-        let owner = Entry::parse(name.to_owned()).and_then(|entry| entry.owner);
-        // Whoever is joining is asked first: it is known among the entries before it has joined.
-        let joining = owner.is_none_or(|owner| lock(&self.joining).contains_key(&owner));
-        !joining && !lock(&self.entries).values().any(|known| known == path)
     }
 }
 
@@ -307,26 +290,8 @@ impl Drop for Reading {
     }
 }
 
-/// An entry that is being created.
-pub(super) struct Joining {
-    session: Arc<Session>,
-    owner: Owner,
-}
-
-impl Drop for Joining {
-    fn drop(&mut self) {
-        let mut joining = lock(&self.session.joining);
-        if let Some(count) = joining.get_mut(&self.owner) {
-            *count -= 1;
-            if *count == 0 {
-                joining.remove(&self.owner);
-            }
-        }
-    }
-}
-
-/// Looks after a session: ends it when nobody cares for it any more, and removes what strayed into it.
-async fn attend(session: Weak<Session>, root: String) {
+/// Looks after a session: ends it when nobody cares for it any more.
+async fn attend(session: Weak<Session>) {
     let mut state = SessionState::SyncConnected;
     loop {
         let Some(present) = session.upgrade() else { return };
@@ -342,12 +307,6 @@ async fn attend(session: Weak<Session>, root: String) {
         {
             state = client.state();
             tracing::info!("ZooKeeper session {:#x}: {state}", present.id);
-        }
-        if present.stray.load(Ordering::Acquire)
-            && state == SessionState::SyncConnected
-            && let Err(fault) = present.sweep(&root).await
-        {
-            tracing::debug!("looking for stray entries: {fault}");
         }
         let pause = (present.length / 8).clamp(Duration::from_millis(50), Duration::from_secs(1));
         drop(present);

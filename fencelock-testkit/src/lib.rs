@@ -10,6 +10,7 @@
 //! | [`redis`] | real Redis servers, which can be stopped, killed and started again |
 //! | [`redlock`] | several of them, independent of each other |
 //! | [`etcd`] | real etcd servers, alone and in clusters, likewise |
+//! | [`zookeeper`] | real ZooKeeper servers, alone and in ensembles, likewise |
 //! | [`proxy`] | the network between a client and a server, with faults |
 //! | [`measure`] | throughput and latency; `fencelock bench` |
 //! | [`scripted`] | an engine that answers as it is told: late, never, wrongly; for the keeper |
@@ -34,6 +35,7 @@ pub mod stepped;
 pub mod subject;
 pub mod torture;
 pub mod wait;
+pub mod zookeeper;
 
 pub use kind::{Kind, Lock};
 pub use probe::Probe;

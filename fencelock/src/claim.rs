@@ -117,6 +117,9 @@ pub struct Claim {
     pub ttl: Duration,
     /// Who asks, for people who look at the line.
     pub label: String,
+    /// An exclusive claim was made as that of a writer among readers. To the line it is one like any other; other programs, with
+    /// which an engine shares its layout, may have a recipe of its own for it.
+    pub writer: bool,
 }
 
 impl Claim {

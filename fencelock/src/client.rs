@@ -18,6 +18,7 @@ use std::time::Duration;
 /// | `memory:shared-name` | in this process, shared by all who use the name |
 /// | `file:/path`, `file:relative`, `file:` | a directory on this machine (`file:` alone: the user's state directory) |
 /// | `etcd://host,host/prefix`, `etcds://…` | etcd, with the cargo feature `etcd` |
+/// | `zk://host,host/path`, `zks://…` | ZooKeeper, with the cargo feature `zookeeper` |
 ///
 /// Every engine takes the option `ttl` (`file:/path?ttl=10s`): the default lease. An unknown option is an error.
 ///

@@ -13,6 +13,9 @@ pub(crate) const SERVERS: &[Program] = &[
     Program { name: "redis-server", package: "redis-server" },
     Program { name: "etcd", package: "etcd-server" },
     Program { name: "etcdctl", package: "etcd-client" },
+    Program { name: "java", package: "default-jre-headless" },
+    // Without the package that would run it as a service.
+    Program { name: "/usr/share/java/zookeeper.jar", package: "zookeeper" },
 ];
 
 /// The runtimes of foreign clients.
@@ -21,6 +24,10 @@ pub(crate) const RUNTIMES: &[Program] = &[
     Program { name: "node", package: "nodejs" },
     Program { name: "npm", package: "npm" },
 ];
+
+/// What brings and runs foreign clients in Java.
+pub(crate) const JAVA: &[Program] =
+    &[Program { name: "javac", package: "default-jdk-headless" }, Program { name: "mvn", package: "maven" }];
 
 /// Installs those of these programs that are not there. False, after saying why, when that fails.
 pub(crate) fn what_is_missing(programs: &[Program]) -> bool {

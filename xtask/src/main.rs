@@ -1,5 +1,6 @@
 //! The project's chores: `cargo xtask test` and friends. Needs nothing but Rust's toolchain; the rest is installed.
 
+mod curator;
 mod etcdctl;
 mod install;
 mod interop;
@@ -10,7 +11,7 @@ use std::time::Instant;
 const USAGE: &str = "usage: cargo xtask COMMAND
 
   test [ARGS…]   run every test of the workspace, after installing the servers they need; ARGS go to cargo test
-  interop        foreign Redis clients (Python, Node, Rust) and fencelock on the same key, after installing them
+  interop        foreign clients (Redis: Python, Node, Rust; ZooKeeper: Java) and fencelock on the same lock, after installing them
   lint           formatting, clippy and documentation, warnings are errors
   bench          compare the file engine with raw system calls, and print ratios";
 
@@ -22,7 +23,7 @@ fn main() -> ExitCode {
     let rest: Vec<&str> = args.iter().skip(1).map(String::as_str).collect();
     let steps: Vec<Step<'_>> = match args.first().map(String::as_str) {
         Some("test") => test(&rest),
-        Some("interop") if rest.is_empty() => return verdict(interop::interop()),
+        Some("interop") if rest.is_empty() => return verdict(interop::interop() && curator::curator()),
         Some("lint") if rest.is_empty() => lint(),
         Some("bench") if rest.is_empty() => vec![("benchmark", vec!["bench", "-p", "fencelock", "--bench", "file"])],
         _ => {

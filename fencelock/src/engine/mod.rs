@@ -14,6 +14,8 @@ pub(crate) mod memory;
 pub(crate) mod redis;
 #[cfg(feature = "redlock")]
 pub(crate) mod redlock;
+#[cfg(feature = "zookeeper")]
+pub(crate) mod zookeeper;
 
 use crate::{Claim, Clock, Error, ErrorKind, Grant, Hold, Mode, Name, Owner, Release, Renewal, Result, Status, Token};
 use async_trait::async_trait;
@@ -157,6 +159,8 @@ pub(crate) async fn open(url: &crate::url::Url, text: &str) -> Result<Arc<dyn En
         "redlock" | "redlocks" => Ok(Arc::new(redlock::open(url, text).await?)),
         #[cfg(feature = "etcd")]
         "etcd" | "etcds" => Ok(Arc::new(etcd::open(url, text).await?)),
+        #[cfg(feature = "zookeeper")]
+        "zk" | "zks" => Ok(Arc::new(zookeeper::open(url, text).await?)),
         other => Err(no_engine(other)),
     }
 }
@@ -175,6 +179,8 @@ const SCHEMES: &[(&str, &str)] = &[
     ("redlocks", "redlock"),
     ("etcd", "etcd"),
     ("etcds", "etcd"),
+    ("zk", "zookeeper"),
+    ("zks", "zookeeper"),
 ];
 
 fn no_engine(scheme: &str) -> Error {

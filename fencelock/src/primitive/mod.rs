@@ -27,6 +27,8 @@ pub(crate) struct Options {
     max_hold: Option<Duration>,
     label: Option<String>,
     owner: Option<Owner>,
+    /// [`Claim::writer`]
+    writer: bool,
 }
 
 impl Options {
@@ -38,6 +40,7 @@ impl Options {
             max_hold: None,
             label: None,
             owner: None,
+            writer: false,
         }
     }
 
@@ -50,6 +53,7 @@ impl Options {
                 owner,
                 ttl: self.ttl,
                 label: fit_label(label),
+                writer: self.writer && mode == Mode::Exclusive,
             },
             max_hold: self.max_hold,
             reenter: self.owner.is_some(),

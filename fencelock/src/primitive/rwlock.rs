@@ -26,7 +26,7 @@ pub struct RwLock {
 
 impl RwLock {
     pub(crate) fn new(client: &Client, name: &str) -> Self {
-        Self { options: Options::new(client, name) }
+        Self { options: Options { writer: true, ..Options::new(client, name) } }
     }
 
     options!();

@@ -467,6 +467,7 @@ mod tests {
             owner: Owner::random(),
             ttl: Duration::from_nanos(100),
             label: "somebody".into(),
+            writer: false,
         }
     }
 

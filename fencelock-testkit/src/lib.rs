@@ -8,6 +8,7 @@
 //! | [`torture`] | processes that hammer an engine under the eyes of the checker; `fencelock torture` |
 //! | [`sabotage`] | engines that break one promise each: they prove that suite and checker can fail |
 //! | [`redis`] | real Redis servers, which can be stopped, killed and started again |
+//! | [`postgres`] | real PostgreSQL servers, and PgBouncer |
 //! | [`proxy`] | the network between a client and a server, with faults |
 //! | [`measure`] | throughput and latency; `fencelock bench` |
 //! | [`scripted`] | an engine that answers as it is told: late, never, wrongly; for the keeper |
@@ -16,9 +17,11 @@
 
 pub mod ask;
 pub mod conformance;
+mod daemon;
 pub mod history;
 pub mod kind;
 pub mod measure;
+pub mod postgres;
 pub mod probe;
 pub mod proxy;
 pub mod redis;

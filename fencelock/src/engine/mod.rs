@@ -8,8 +8,12 @@ pub(crate) mod file;
 pub(crate) mod line;
 pub use line::rule;
 pub(crate) mod memory;
+#[cfg(feature = "postgres")]
+pub(crate) mod postgres;
 #[cfg(feature = "redis")]
 pub(crate) mod redis;
+#[cfg(feature = "postgres")]
+pub(crate) mod sql;
 
 use crate::{Claim, Clock, Error, ErrorKind, Grant, Hold, Name, Owner, Release, Renewal, Result, Status};
 use async_trait::async_trait;
@@ -117,6 +121,7 @@ pub(crate) async fn open(url: &crate::url::Url, text: &str) -> Result<std::sync:
         "memory" => Ok(std::sync::Arc::new(memory::open(url)?)),
         "file" => open_file(url).await,
         "redis" | "rediss" | "redis+unix" => open_redis(url, text).await,
+        "postgres" | "postgresql" => open_postgres(url, text).await,
         other => Err(unknown_scheme(other)),
     }
 }
@@ -139,6 +144,16 @@ async fn open_redis(url: &crate::url::Url, text: &str) -> Result<std::sync::Arc<
 #[cfg(not(feature = "redis"))]
 async fn open_redis(url: &crate::url::Url, _: &str) -> Result<std::sync::Arc<dyn Engine>> {
     Err(Error::new(ErrorKind::Unsupported, format!("{}: needs the cargo feature `redis`", url.scheme)))
+}
+
+#[cfg(feature = "postgres")]
+async fn open_postgres(url: &crate::url::Url, text: &str) -> Result<std::sync::Arc<dyn Engine>> {
+    Ok(std::sync::Arc::new(postgres::open(url, text).await?))
+}
+
+#[cfg(not(feature = "postgres"))]
+async fn open_postgres(url: &crate::url::Url, _: &str) -> Result<std::sync::Arc<dyn Engine>> {
+    Err(Error::new(ErrorKind::Unsupported, format!("{}: needs the cargo feature `postgres`", url.scheme)))
 }
 
 fn unknown_scheme(scheme: &str) -> Error {

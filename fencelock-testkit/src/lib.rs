@@ -9,8 +9,10 @@
 //! | [`sabotage`] | engines that break one promise each: they prove that suite and checker can fail |
 //! | [`redis`] | real Redis servers, which can be stopped, killed and started again |
 //! | [`postgres`] | real PostgreSQL servers, and PgBouncer |
+//! | [`sql`] | what tests need of a database, whichever it is |
 //! | [`proxy`] | the network between a client and a server, with faults |
 //! | [`measure`] | throughput and latency; `fencelock bench` |
+//! | [`rule`] | an engine beside the pure line rule, by random steps |
 //! | [`scripted`] | an engine that answers as it is told: late, never, wrongly; for the keeper |
 
 #![forbid(unsafe_code)]
@@ -27,8 +29,10 @@ pub mod proxy;
 pub mod redis;
 pub mod relay;
 pub mod rng;
+pub mod rule;
 pub mod sabotage;
 pub mod scripted;
+pub mod sql;
 pub mod stepped;
 pub mod subject;
 pub mod torture;

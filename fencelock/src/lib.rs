@@ -53,7 +53,7 @@ pub use client::{Client, DEFAULT_TTL, MAX_TTL, MIN_TTL, connect};
 pub use clock::{Clock, Moment};
 #[cfg(feature = "postgres")]
 pub use engine::postgres::advisory_key;
-pub use engine::{Capability, Purpose};
+pub use engine::{Capability, Purpose, migration};
 pub use error::{Error, ErrorKind, Result};
 pub use guard::Guard;
 pub use keeper::Loss;

@@ -115,6 +115,24 @@ pub enum Purpose {
     Correctness,
 }
 
+/// What an administrator runs in a database before the first client comes, where clients may not create tables: SQL for the engine
+/// of this URL scheme.
+///
+/// # Errors
+/// `Invalid` for an engine that needs nothing of that kind, `Unsupported` for one that this build does not have.
+pub fn migration(scheme: &str) -> Result<String> {
+    match scheme.split(':').next().unwrap_or_default() {
+        #[cfg(feature = "postgres")]
+        "postgres" | "postgresql" => Ok(postgres::migration()),
+        #[cfg(not(feature = "postgres"))]
+        "postgres" | "postgresql" => {
+            Err(Error::new(ErrorKind::Unsupported, "postgres: needs the cargo feature `postgres`"))
+        }
+        // A URL may hold a password: only its scheme is shown.
+        other => Err(Error::invalid(format!("{other}: needs no tables; migrate is for postgres and mysql"))),
+    }
+}
+
 /// Which engine a URL asks for.
 pub(crate) async fn open(url: &crate::url::Url, text: &str) -> Result<std::sync::Arc<dyn Engine>> {
     match url.scheme.as_str() {

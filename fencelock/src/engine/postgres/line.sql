@@ -294,17 +294,20 @@ DECLARE
   moment bigint := fencelock.now();
   old    fencelock.line;
   waiter fencelock.claim;
+  lives  boolean;
 BEGIN
   FOR old IN SELECT * FROM fencelock.line WHERE used < moment - 600000000 ORDER BY used LIMIT 4 FOR UPDATE SKIP LOCKED LOOP
     PERFORM fencelock.expire(old.name, moment);
-    FOR waiter IN SELECT * FROM fencelock.claim WHERE name = old.name AND NOT holds ORDER BY place LIMIT 16 LOOP
-      IF NOT fencelock.alive(caller, waiter.session, waiter.polls, moment) THEN
-        DELETE FROM fencelock.claim WHERE name = old.name AND owner = waiter.owner;
-      END IF;
+    lives := false;
+    FOR waiter IN SELECT * FROM fencelock.claim WHERE name = old.name AND NOT holds ORDER BY place LIMIT 64 LOOP
+      lives := fencelock.alive(caller, waiter.session, waiter.polls, moment);
+      EXIT WHEN lives;
+      DELETE FROM fencelock.claim WHERE name = old.name AND owner = waiter.owner;
     END LOOP;
-    IF EXISTS (SELECT FROM fencelock.claim WHERE name = old.name) THEN
+    IF lives OR EXISTS (SELECT FROM fencelock.claim WHERE name = old.name AND holds AND ends > moment) THEN
+      -- In use.
       UPDATE fencelock.line SET used = moment WHERE name = old.name;
-    ELSE
+    ELSIF NOT EXISTS (SELECT FROM fencelock.claim WHERE name = old.name) THEN
       DELETE FROM fencelock.line WHERE name = old.name;
       UPDATE fencelock.mark SET token = old.token WHERE single AND token < old.token;
     END IF;

@@ -28,7 +28,8 @@ const LIST: Duration = Duration::from_secs(30);
 const ACT: &str = "SELECT kind, a, b FROM fencelock.act($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)";
 const HEAR: &str = "SELECT hear FROM fencelock.hear($1, $2)";
 const LOOK: &str = "SELECT name, owner, holds, mode, permits, token, ends - now, now - since, label \
-     FROM fencelock.claim CROSS JOIN LATERAL (SELECT fencelock.now() AS now) AS clock WHERE (NOT holds OR ends > now) AND ";
+     FROM fencelock.claim CROSS JOIN (SELECT fencelock.now() AS now OFFSET 0) AS clock \
+     WHERE CASE WHEN holds THEN ends > now ELSE fencelock.alive($1, session, polls, now) END AND ";
 
 struct Open {
     client: Arc<Client>,
@@ -271,22 +272,26 @@ impl Database for Link {
 
     async fn look(&self, which: Which<'_>) -> Result<Vec<Row>, Fault> {
         let order = "ORDER BY name, holds DESC, token, place";
+        let caller: &[u8] = &self.session;
         let rows = match which {
             Which::Name(name) => {
-                let (query, name) = (format!("{LOOK} name = $1 {order} LIMIT 10000"), name.as_str().as_bytes());
-                self.exchange(async |open| open.client.query_typed(&query, &[(&name, Type::BYTEA)]).await).await?
+                let (query, name) = (format!("{LOOK} name = $2 {order} LIMIT 10000"), name.as_str().as_bytes());
+                let arguments: [(&(dyn ToSql + Sync), Type); 2] = [(&caller, Type::BYTEA), (&name, Type::BYTEA)];
+                self.exchange(async |open| open.client.query_typed(&query, &arguments).await).await?
             }
             Which::Owner(name, owner) => {
-                let (query, name) = (format!("{LOOK} name = $1 AND owner = $2"), name.as_str().as_bytes());
+                let (query, name) = (format!("{LOOK} name = $2 AND owner = $3"), name.as_str().as_bytes());
                 let owner = owner.to_bytes();
                 let owner: &[u8] = &owner;
-                let arguments: [(&(dyn ToSql + Sync), Type); 2] = [(&name, Type::BYTEA), (&owner, Type::BYTEA)];
+                let arguments: [(&(dyn ToSql + Sync), Type); 3] =
+                    [(&caller, Type::BYTEA), (&name, Type::BYTEA), (&owner, Type::BYTEA)];
                 self.exchange(async |open| open.client.query_typed(&query, &arguments).await).await?
             }
             Which::Prefix(prefix) => {
-                let query = format!("{LOOK} name >= $1 AND ($2 IS NULL OR name < $2) {order}");
+                let query = format!("{LOOK} name >= $2 AND ($3 IS NULL OR name < $3) {order}");
                 let (from, to) = (prefix.as_bytes(), after_prefix(prefix));
-                let arguments: [(&(dyn ToSql + Sync), Type); 2] = [(&from, Type::BYTEA), (&to, Type::BYTEA)];
+                let arguments: [(&(dyn ToSql + Sync), Type); 3] =
+                    [(&caller, Type::BYTEA), (&from, Type::BYTEA), (&to, Type::BYTEA)];
                 self.aside(&query, &arguments).await?
             }
         };

@@ -28,7 +28,8 @@ async fn refused(url: &str, kind: ErrorKind, words: &[&str]) -> Error {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_user_without_the_right_to_create_tables() {
     let server = PostgresServer::start();
-    server.ask("postgres", "CREATE ROLE app LOGIN; CREATE DATABASE shop; REVOKE CREATE ON DATABASE shop FROM PUBLIC");
+    server.ask("postgres", "CREATE ROLE app LOGIN");
+    server.ask("postgres", "CREATE DATABASE shop");
     let url = format!("postgres://app@127.0.0.1:{}/shop", server.port());
     refused(&url, ErrorKind::Invalid, &["fencelock migrate --print postgres", "administrator"]).await;
     server.ask("shop", &fencelock::migration("postgres").unwrap());
@@ -106,7 +107,7 @@ async fn locks_survive_a_failover_to_a_synchronous_replica() {
     let mut primary = PostgresServer::options().set("synchronous_standby_names", "*").set("synchronous_commit", "local").start();
     let replica = primary.replica();
     eventually("it follows", async || primary.number("SELECT count(*) FROM pg_stat_replication WHERE state = 'streaming'") == 1).await;
-    primary.ask("postgres", "ALTER SYSTEM SET synchronous_commit = 'on'; ");
+    primary.ask("postgres", "ALTER SYSTEM SET synchronous_commit = 'on'");
     primary.ask("postgres", "SELECT pg_reload_conf()");
     let both = format!("postgres://postgres@127.0.0.1:{},127.0.0.1:{}/postgres?patience=20s", primary.port(), replica.port());
     let (one, two) = (connect(&both).await.unwrap(), connect(&both).await.unwrap());

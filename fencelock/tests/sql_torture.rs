@@ -54,7 +54,7 @@ async fn survives_kills_of_the_server<S: SqlServer>() {
     plan.lasts = parse_duration(&lasts).unwrap();
     plan.kill = true;
     // A restart takes a second or two; leases survive it.
-    plan.ttl = Duration::from_secs(4);
+    plan.ttl = Duration::from_secs(3);
     plan.patience = Duration::from_secs(40);
     println!("seed {}", plan.seed);
     let work = torture::run(&plan, processes(), |_| {});
@@ -72,7 +72,7 @@ async fn survives_kills_of_the_server<S: SqlServer>() {
     println!("{verdict}");
     let broken: Vec<_> = verdict.violations.iter().filter(|violation| violation.kind != Kind::Order).collect();
     assert!(broken.is_empty(), "{broken:#?}\n{verdict}");
-    assert!(verdict.grants > 100 && verdict.kills > 0, "{verdict}");
+    assert!(verdict.grants > 50 && verdict.kills > 0, "{verdict}");
     // What the killed ones have left is gone when somebody comes by; nothing else is there.
     for table in ["line", "gone"] {
         let column = if table == "line" { "used" } else { "at" };

@@ -28,7 +28,7 @@ pub(super) fn fault(error: PgError, sent: bool) -> Fault {
     .contains(&code);
     // A server that became a replica: another connection may find the primary.
     let broken = missing || code == SqlState::READ_ONLY_SQL_TRANSACTION;
-    Fault { error: told, broken, passing, refused: !passing && !broken, missing }
+    Fault { error: told, broken, passing, refused: !passing && !broken }
 }
 
 /// What the server said, without the words around it.

@@ -80,20 +80,21 @@ BEGIN
   RETURN minted;
 END $$;
 
--- The line rule; the twin of `admits` in rule.rs. Those whose leases are over do not count.
-CREATE OR REPLACE FUNCTION fencelock.admits(line_name bytea, moment bigint, wanted text, wanted_permits bigint) RETURNS boolean
+-- The line rule; the twin of `admits` in rule.rs. Everybody who is written down as a holder counts: a lease may seem to be over
+-- while its renewal is about to be committed.
+CREATE OR REPLACE FUNCTION fencelock.admits(line_name bytea, wanted text, wanted_permits bigint) RETURNS boolean
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
   held record;
 BEGIN
-  SELECT mode, permits INTO held FROM fencelock.claim WHERE name = line_name AND holds AND ends > moment LIMIT 1;
+  SELECT mode, permits INTO held FROM fencelock.claim WHERE name = line_name AND holds LIMIT 1;
   IF NOT FOUND THEN
     RETURN true;
   ELSIF wanted = 's' THEN
     RETURN held.mode = 's';
   ELSIF wanted = 'p' THEN
     RETURN held.mode = 'p' AND held.permits = wanted_permits
-      AND (SELECT count(*) FROM fencelock.claim WHERE name = line_name AND holds AND ends > moment) < wanted_permits;
+      AND (SELECT count(*) FROM fencelock.claim WHERE name = line_name AND holds) < wanted_permits;
   END IF;
   RETURN false;
 END $$;
@@ -129,12 +130,13 @@ DECLARE
   grant_token bigint;
   lease bigint;
 BEGIN
+  PERFORM fencelock.expire(line_name, moment);
   LOOP
     SELECT * INTO first FROM fencelock.claim WHERE name = line_name AND NOT holds ORDER BY place LIMIT 1;
     IF NOT FOUND THEN
       RETURN;
     END IF;
-    IF fencelock.admits(line_name, moment, first.mode, first.permits) THEN
+    IF fencelock.admits(line_name, first.mode, first.permits) THEN
       here := fencelock.alive(caller, first.session, first.polls, moment);
       IF here THEN
         grant_token := fencelock.mint(line_name, moment);
@@ -223,7 +225,7 @@ BEGIN
       RETURN;
     END IF;
   ELSIF NOT EXISTS (SELECT FROM fencelock.claim WHERE name = line_name AND NOT holds)
-    AND fencelock.admits(line_name, moment, wanted, wanted_permits) THEN
+    AND fencelock.admits(line_name, wanted, wanted_permits) THEN
     a := fencelock.mint(line_name, moment);
     INSERT INTO fencelock.claim VALUES (line_name, claim_owner, true, moment, caller, asks, wanted, wanted_permits, claim_ttl, a,
       moment + claim_ttl * 1000, moment, claim_label);

@@ -177,22 +177,37 @@ where
 
 /// Makes sure that tables and functions are there; makes them if it may.
 async fn migrate(client: &Client) -> Result<(), Fault> {
-    let version = client.query_typed("SELECT fencelock.version()", &[]).await.map_err(|error| fault(error, false));
-    let known = match version {
-        Ok(rows) => rows.first().and_then(|row| row.try_get::<_, i32>(0).ok()).unwrap_or(0),
-        Err(fault) if fault.missing => 0,
-        Err(fault) => return Err(fault),
-    };
-    if known > VERSION {
-        let text = format!("the database has version {known} of fencelock's functions; this program knows up to {VERSION}: update it");
-        return Err(Fault::refusal(Error::new(ErrorKind::Unsupported, text)));
-    }
-    if known == VERSION {
+    if is_ready(client).await? {
         return Ok(());
     }
-    let turn = format!("BEGIN; SELECT pg_advisory_xact_lock({MIGRATION});");
-    let making = super::migration().replacen("BEGIN;", &turn, 1);
-    client.batch_execute(&making).await.map_err(|error| fault(error, false))
+    let run = async |sql: &str| client.batch_execute(sql).await.map_err(|error| fault(error, false));
+    run(&format!("BEGIN; SELECT pg_advisory_xact_lock({MIGRATION})")).await?;
+    // Somebody else may have been first.
+    if !is_ready(client).await? {
+        run(super::TABLES).await?;
+        run(super::FUNCTIONS).await?;
+    }
+    run("COMMIT").await
+}
+
+/// Whether the functions are there. Those of a later version are an error.
+async fn is_ready(client: &Client) -> Result<bool, Fault> {
+    let ask = async |sql: &str| client.query_typed(sql, &[]).await.map_err(|error| fault(error, false));
+    // By the tables themselves: what the server remembers of them may be older than somebody's migration.
+    let there = "SELECT FROM pg_proc JOIN pg_namespace ON pg_namespace.oid = pronamespace \
+                 WHERE nspname = 'fencelock' AND proname = 'version'";
+    if ask(there).await?.is_empty() {
+        return Ok(false);
+    }
+    let version = ask("SELECT fencelock.version()").await?;
+    let version = version.first().and_then(|row| row.try_get::<_, i32>(0).ok()).unwrap_or(0);
+    if version > VERSION {
+        let text = format!(
+            "the database has version {version} of fencelock's functions; this program knows up to {VERSION}: update it"
+        );
+        return Err(Fault::refusal(Error::new(ErrorKind::Unsupported, text)));
+    }
+    Ok(version == VERSION)
 }
 
 impl Database for Link {

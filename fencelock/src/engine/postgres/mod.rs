@@ -23,6 +23,9 @@ use tokio_postgres::config::{Host, TargetSessionAttrs};
 
 const OPTIONS: [&str; 6] = ["ttl", "timeout", "patience", "notify", "sslmode", "ca"];
 
+const TABLES: &str = include_str!("tables.sql");
+const FUNCTIONS: &str = include_str!("line.sql");
+
 /// What an administrator grants to users who may not create anything.
 const RIGHTS: &str = "
 -- The rights that a user of the locks needs, if it is not the one who runs this (put its name in):
@@ -32,7 +35,7 @@ const RIGHTS: &str = "
 
 /// All that fencelock needs in a PostgreSQL database, as SQL: tables and functions.
 pub(crate) fn migration() -> String {
-    format!("BEGIN;\n{}\n{}\nCOMMIT;\n{RIGHTS}", include_str!("tables.sql"), include_str!("line.sql"))
+    format!("BEGIN;\n{TABLES}\n{FUNCTIONS}\nCOMMIT;\n{RIGHTS}")
 }
 
 /// The key under which this name is locked inside of a PostgreSQL transaction of one's own; the same that

@@ -12,19 +12,17 @@ pub(crate) struct Fault {
     pub(crate) passing: bool,
     /// The server refused this very request: with others in one batch, each must be tried by itself.
     pub(crate) refused: bool,
-    /// What the server does not have: fencelock's tables and functions.
-    pub(crate) missing: bool,
 }
 
 impl Fault {
     /// The server said no to this request, and would again.
     pub(crate) fn refusal(error: Error) -> Self {
-        Self { error, broken: false, passing: false, refused: true, missing: false }
+        Self { error, broken: false, passing: false, refused: true }
     }
 
     /// The server did nothing, and may do it later.
     pub(crate) fn later(error: Error) -> Self {
-        Self { error, broken: false, passing: true, refused: false, missing: false }
+        Self { error, broken: false, passing: true, refused: false }
     }
 
     /// The connection broke. `sent`: the request may have reached the server.
@@ -34,7 +32,7 @@ impl Fault {
         } else {
             Error::new(ErrorKind::Unavailable, "cannot connect; is the server running at this address?")
         };
-        Self { error: error.caused_by(source), broken: true, passing: true, refused: false, missing: false }
+        Self { error: error.caused_by(source), broken: true, passing: true, refused: false }
     }
 }
 

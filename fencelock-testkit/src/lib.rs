@@ -8,6 +8,7 @@
 //! | [`torture`] | processes that hammer an engine under the eyes of the checker; `fencelock torture` |
 //! | [`sabotage`] | engines that break one promise each: they prove that suite and checker can fail |
 //! | [`redis`] | real Redis servers, which can be stopped, killed and started again |
+//! | [`mysql`] | real MariaDB or MySQL servers |
 //! | [`postgres`] | real PostgreSQL servers, and PgBouncer |
 //! | [`sql`] | what tests need of a database, whichever it is |
 //! | [`proxy`] | the network between a client and a server, with faults |
@@ -23,6 +24,7 @@ mod daemon;
 pub mod history;
 pub mod kind;
 pub mod measure;
+pub mod mysql;
 pub mod postgres;
 pub mod probe;
 pub mod proxy;

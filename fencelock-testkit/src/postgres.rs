@@ -380,6 +380,10 @@ impl SqlBase for PostgresDatabase {
         self.ask(sql)
     }
 
+    fn nap(seconds: f64) -> String {
+        format!("SELECT pg_sleep({seconds})")
+    }
+
     fn connections(&self) -> usize {
         connections(shared(), &self.name, "count(*)").parse().expect("a number")
     }
@@ -408,6 +412,10 @@ impl SqlBase for PostgresServer {
 
     fn sql(&self, sql: &str) -> Vec<Vec<String>> {
         self.ask("postgres", sql)
+    }
+
+    fn nap(seconds: f64) -> String {
+        format!("SELECT pg_sleep({seconds})")
     }
 
     fn connections(&self) -> usize {

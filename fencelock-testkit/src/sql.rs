@@ -24,6 +24,9 @@ pub trait SqlBase: Sized + Send + Sync + 'static {
     /// Runs SQL in it, and returns the rows as texts.
     fn sql(&self, sql: &str) -> Vec<Vec<String>>;
 
+    /// A statement that takes so long.
+    fn nap(seconds: f64) -> String;
+
     /// How many connections fencelock has to it.
     fn connections(&self) -> usize;
 

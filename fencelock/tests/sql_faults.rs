@@ -1,7 +1,7 @@
 //! Databases behind a bad network, killed and started again: nothing is held twice, nothing is stranded, nobody haunts the line.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
-#![cfg(feature = "postgres")]
+#![cfg(all(feature = "postgres", feature = "mysql"))]
 
 use fencelock::{Client, ErrorKind, Guard, Loss, Mode, connect};
 use fencelock_testkit::ask::{Ask, Patience};
@@ -27,7 +27,7 @@ macro_rules! checks {
                 a_waiter_that_was_away_comes_back_to_its_place a_grant_that_arrives_too_late_is_no_grant
                 a_lost_grant_is_found_again ended_connections_come_back deleted_claims_are_noticed_and_lines_form_again
                 tokens_grow_after_lines_were_forgotten_and_against_the_clock what_is_over_is_cleaned_up
-                many_dead_waiters_are_skipped_at_once connections_do_not_grow_with_waiters_and_locks }
+                many_dead_waiters_are_skipped_at_once a_renewal_under_way_counts connections_do_not_grow_with_waiters_and_locks }
             checks! { @each $server; locks_survive_a_kill_and_a_restart a_server_that_is_away_is_unavailable_until_it_is_back
                 two_statements_for_a_pair_and_few_for_a_thousand_renewals }
         }
@@ -42,6 +42,7 @@ macro_rules! checks {
 
 checks! {
     postgres fencelock_testkit::postgres::PostgresDatabase, fencelock_testkit::postgres::PostgresServer;
+    mysql fencelock_testkit::mysql::MysqlDatabase, fencelock_testkit::mysql::MysqlServer;
 }
 
 /// A database, a client that reaches it through a bad network, and one that reaches it directly.
@@ -401,6 +402,38 @@ async fn many_dead_waiters_are_skipped_at_once<B: SqlBase>() {
     eventually("the server knows", async || base.connections() < connections).await;
     holder.release().await.unwrap();
     at_once("who is there holds", behind).await.unwrap().release().await.unwrap();
+}
+
+/// A lease seems to be over while its renewal, begun in time, is not yet committed: it is not.
+async fn a_renewal_under_way_counts<B: SqlBase>() {
+    let World { base, near, .. } = &World::<B>::new().await;
+    let two = Mode::Permit { of: 2 };
+    let (one, other) = (hold(near, two).await, hold(near, two).await);
+    let waiter = tokio::spawn({
+        let permit = near.semaphore(NAME, 2).ttl(LONG);
+        async move { permit.acquire().await.unwrap() }
+    });
+    until_line(near, NAME, 2, 1).await;
+    // To everybody else the second lease is over.
+    let (claims, token) = (base.table("claim"), other.token());
+    let ends = base.sql(&format!("SELECT ends FROM {claims} WHERE token = {token}"))[0][0].clone();
+    base.sql(&format!("UPDATE {claims} SET ends = 1 WHERE token = {token}"));
+    let renewal = format!(
+        "BEGIN; UPDATE {claims} SET ends = {ends} WHERE token = {token}; {}; COMMIT",
+        B::nap(1.0)
+    );
+    tokio::join!(
+        async { tokio::task::block_in_place(|| base.sql(&renewal)) },
+        async {
+            // The renewal has begun; whoever comes now must wait for it.
+            tokio::time::sleep(Duration::from_millis(300)).await;
+            one.release().await.unwrap();
+        }
+    );
+    let next = at_once("one permit is free", waiter).await.unwrap();
+    assert!(near.semaphore(NAME, 2).try_acquire().await.unwrap().is_none(), "two hold");
+    assert!(next.is_valid() && other.is_valid());
+    drop(other.reenter().await.expect("it was renewed"));
 }
 
 /// A thousand waiters and a thousand locks: as many connections as one of each.

@@ -3,7 +3,7 @@
 //!
 //! For longer: `FENCELOCK_TORTURE=60s cargo test -p fencelock --features full --test sql_torture -- --nocapture`.
 
-#![cfg(feature = "postgres")]
+#![cfg(all(feature = "postgres", feature = "mysql"))]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use fencelock::{ErrorKind, connect, parse_duration};
@@ -88,4 +88,9 @@ async fn survives_kills_of_the_server<S: SqlServer>() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn postgres_keeps_every_promise() {
     survives_kills_of_the_server::<fencelock_testkit::postgres::PostgresServer>().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn mysql_keeps_every_promise() {
+    survives_kills_of_the_server::<fencelock_testkit::mysql::MysqlServer>().await;
 }

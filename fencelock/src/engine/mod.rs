@@ -8,11 +8,13 @@ pub(crate) mod file;
 pub(crate) mod line;
 pub use line::rule;
 pub(crate) mod memory;
+#[cfg(feature = "mysql")]
+pub(crate) mod mysql;
 #[cfg(feature = "postgres")]
 pub(crate) mod postgres;
 #[cfg(feature = "redis")]
 pub(crate) mod redis;
-#[cfg(feature = "postgres")]
+#[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(crate) mod sql;
 
 use crate::{Claim, Clock, Error, ErrorKind, Grant, Hold, Name, Owner, Release, Renewal, Result, Status};
@@ -128,6 +130,10 @@ pub fn migration(scheme: &str) -> Result<String> {
         "postgres" | "postgresql" => {
             Err(Error::new(ErrorKind::Unsupported, "postgres: needs the cargo feature `postgres`"))
         }
+        #[cfg(feature = "mysql")]
+        "mysql" | "mariadb" => Ok(mysql::migration()),
+        #[cfg(not(feature = "mysql"))]
+        "mysql" | "mariadb" => Err(Error::new(ErrorKind::Unsupported, "mysql: needs the cargo feature `mysql`")),
         // A URL may hold a password: only its scheme is shown.
         other => Err(Error::invalid(format!("{other}: needs no tables; migrate is for postgres and mysql"))),
     }
@@ -140,6 +146,7 @@ pub(crate) async fn open(url: &crate::url::Url, text: &str) -> Result<std::sync:
         "file" => open_file(url).await,
         "redis" | "rediss" | "redis+unix" => open_redis(url, text).await,
         "postgres" | "postgresql" => open_postgres(url, text).await,
+        "mysql" | "mariadb" => open_mysql(url, text).await,
         other => Err(unknown_scheme(other)),
     }
 }
@@ -174,6 +181,16 @@ async fn open_postgres(url: &crate::url::Url, _: &str) -> Result<std::sync::Arc<
     Err(Error::new(ErrorKind::Unsupported, format!("{}: needs the cargo feature `postgres`", url.scheme)))
 }
 
+#[cfg(feature = "mysql")]
+async fn open_mysql(url: &crate::url::Url, text: &str) -> Result<std::sync::Arc<dyn Engine>> {
+    Ok(std::sync::Arc::new(mysql::open(url, text).await?))
+}
+
+#[cfg(not(feature = "mysql"))]
+async fn open_mysql(url: &crate::url::Url, _: &str) -> Result<std::sync::Arc<dyn Engine>> {
+    Err(Error::new(ErrorKind::Unsupported, format!("{}: needs the cargo feature `mysql`", url.scheme)))
+}
+
 fn unknown_scheme(scheme: &str) -> Error {
     let planned = [
         "redis",
@@ -185,8 +202,6 @@ fn unknown_scheme(scheme: &str) -> Error {
         "zk",
         "etcd",
         "etcds",
-        "postgres",
-        "mysql",
     ];
     if planned.contains(&scheme) {
         return Error::new(

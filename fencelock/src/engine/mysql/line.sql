@@ -231,10 +231,10 @@ acquiring: BEGIN
       0, 0, moment, claim_label);
   END IF;
   -- Those ahead may be dead and a lease may end without a word: then the first who lives looks first, and a moment later the
-  -- next ones do.
+  -- next ones do. Far from its turn, one looks seldom.
   CALL fencelock_first_look(line_name, moment, look);
-  SET kind = 2, a = my_place, b = LEAST(look + 30 * (SELECT COUNT(*) FROM
-    (SELECT 1 FROM fencelock_claim WHERE name = line_name AND holds = 0 AND place < my_place LIMIT 30) AS ahead), 5000);
+  SET kind = 2, a = my_place, b = look + IF(look < 5000, 30, 50) * (SELECT COUNT(*) FROM
+    (SELECT 1 FROM fencelock_claim WHERE name = line_name AND holds = 0 AND place < my_place LIMIT 200) AS ahead);
 END
 //
 
@@ -409,22 +409,6 @@ BEGIN
 END
 //
 
--- The words for a client, the oldest first; each is given once.
-DROP PROCEDURE IF EXISTS fencelock_hear
-//
-CREATE PROCEDURE fencelock_hear(IN caller BINARY(16))
-SQL SECURITY INVOKER
-BEGIN
-  DECLARE newest BIGINT DEFAULT NULL;
-  SELECT MAX(number) INTO newest FROM fencelock_word WHERE session = caller;
-  IF newest IS NULL THEN
-    SELECT word FROM fencelock_word WHERE FALSE;
-  ELSE
-    SELECT word FROM fencelock_word WHERE session = caller AND number <= newest ORDER BY number;
-    DELETE FROM fencelock_word WHERE session = caller AND number <= newest;
-  END IF;
-END
-//
 DELIMITER ;
 
 INSERT INTO fencelock_mark (single, token, version) VALUES (1, 0, 1) ON DUPLICATE KEY UPDATE version = 1;

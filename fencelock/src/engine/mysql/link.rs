@@ -70,6 +70,8 @@ pub(crate) struct Link {
     generations: AtomicU64,
     /// The connection that asks for words holds the lock that shows it. After a reconnect, an old one may hold it for a while.
     shown: AtomicBool,
+    /// Words that were heard and are still to be deleted: that must not hold up those who wait for them.
+    heard: Mutex<Vec<u64>>,
     pushes: mpsc::UnboundedSender<(u64, Push)>,
 }
 
@@ -83,7 +85,8 @@ impl Link {
     ) -> Self {
         let (calls, ears) = (Slot::default(), Slot::default());
         let (generations, shown) = (AtomicU64::new(0), AtomicBool::new(false));
-        Self { opts, address, session, timeout, calls, ears, generations, shown, pushes }
+        let heard = Mutex::default();
+        Self { opts, address, session, timeout, calls, ears, generations, shown, heard, pushes }
     }
 
     /// The connection of a slot; makes one if there is none.
@@ -136,6 +139,22 @@ impl Link {
         answer
     }
 
+    fn heard(&self) -> MutexGuard<'_, Vec<u64>> {
+        self.heard.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Deletes the words that were heard, and no others: numbers are not committed in their order.
+    async fn forget_heard(&self) -> Result<(), Fault> {
+        let heard = self.heard().clone();
+        if !heard.is_empty() {
+            let numbers: Vec<String> = heard.iter().map(u64::to_string).collect();
+            let sql = format!("DELETE FROM fencelock_word WHERE number IN ({})", numbers.join(", "));
+            self.exchange(&self.ears, sql).await?;
+            self.heard().clear();
+        }
+        Ok(())
+    }
+
     /// A question that may take long, on a connection that goes away with it: renewals must not wait behind it.
     async fn aside(&self, sql: &str) -> Answer {
         let mut conn = self.establish().await?;
@@ -181,7 +200,8 @@ async fn drive(
 }
 
 fn lock_name(session: &[u8; 16]) -> String {
-    format!("fencelock:{}", hex(session))
+    // In the letters of HEX(): the name is not folded everywhere.
+    format!("fencelock:{}", hex(session).to_uppercase())
 }
 
 /// Takes the lock that shows that this client is there. False while an old connection of its own has it.
@@ -227,6 +247,7 @@ async fn is_ready(conn: &mut Conn) -> Result<bool, Fault> {
 
 impl Database for Link {
     const CALLS: usize = 1;
+    const BATCH: usize = 16;
 
     fn address(&self) -> &str {
         &self.address
@@ -276,8 +297,13 @@ impl Database for Link {
             let taken = taken.first().and_then(|row| row.get::<Option<i64>, _>(0)).flatten() == Some(1);
             self.shown.store(taken, Ordering::Relaxed);
         }
-        let rows = self.exchange(&self.ears, format!("CALL fencelock_hear(x'{}')", hex(&self.session))).await?;
-        let word = |row: &MyRow| row.get::<Vec<u8>, _>(0).and_then(|word| String::from_utf8(word).ok());
+        self.forget_heard().await?;
+        let session = hex(&self.session);
+        let sql = format!("SELECT number, word FROM fencelock_word WHERE session = x'{session}' ORDER BY number");
+        let rows = self.exchange(&self.ears, sql).await?;
+        let number = |row: &MyRow| row.get::<u64, _>(0);
+        let word = |row: &MyRow| row.get::<Vec<u8>, _>(1).and_then(|word| String::from_utf8(word).ok());
+        self.heard().extend(rows.iter().filter_map(number));
         Ok(rows.iter().filter_map(word).collect())
     }
 

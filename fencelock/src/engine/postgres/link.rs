@@ -212,6 +212,7 @@ async fn is_ready(client: &Client) -> Result<bool, Fault> {
 
 impl Database for Link {
     const CALLS: usize = 2;
+    const BATCH: usize = 64;
 
     fn address(&self) -> &str {
         &self.address

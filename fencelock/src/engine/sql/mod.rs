@@ -62,6 +62,8 @@ pub(crate) struct Row {
 pub(crate) trait Database: Send + Sync + 'static {
     /// So many calls are under way at the same time.
     const CALLS: usize;
+    /// The most operations in one call: a batch must not keep a renewal waiting for long.
+    const BATCH: usize;
 
     fn address(&self) -> &str;
     fn capability(&self) -> Capability;
@@ -101,14 +103,17 @@ impl ServerTime {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some((sent, server));
     }
 
-    /// A moment of the local clock that is not later than that server time.
+    /// A moment of the local clock that is not later than that server time, whether that lies before or after the one noted.
     fn local(&self, server: u64) -> Moment {
         let now = Clock::Boot.now();
         let noted = *self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        match noted {
-            Some((sent, then)) => sent.after(Duration::from_micros(server.saturating_sub(then))).min(now),
-            None => now,
+        let Some((sent, then)) = noted else { return now };
+        if server < then {
+            let earlier = Duration::from_micros(then - server).as_nanos();
+            let earlier = u64::try_from(earlier).unwrap_or(u64::MAX);
+            return Moment::from_nanos(sent.as_nanos().saturating_sub(earlier)).min(now);
         }
+        sent.after(Duration::from_micros(server - then)).min(now)
     }
 }
 
@@ -441,4 +446,27 @@ pub(crate) fn after_prefix(prefix: &str) -> Option<Vec<u8>> {
 /// A new session: the id of a client.
 pub(crate) fn session() -> [u8; 16] {
     Owner::random().to_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_time_is_never_taken_for_a_later_one() {
+        let time = ServerTime::default();
+        let sent = Moment::from_nanos(Clock::Boot.now().as_nanos() - 5_000_000_000);
+        time.note(sent, 70_000_000);
+        assert_eq!(time.local(70_000_000), sent);
+        assert_eq!(time.local(71_000_000), sent.after(Duration::from_secs(1)));
+        assert_eq!(time.local(69_000_000).after(Duration::from_secs(1)), sent, "a word that comes late");
+        assert!(time.local(99_000_000) <= Clock::Boot.now());
+    }
+
+    #[test]
+    fn prefixes_have_an_end() {
+        assert_eq!(after_prefix("ab"), Some(b"ac".to_vec()));
+        assert_eq!(after_prefix(""), None);
+        assert_eq!(after_prefix("a\u{7f}").as_deref(), Some(&b"a\x80"[..]));
+    }
 }

@@ -43,6 +43,11 @@ impl Op {
         Self { code, name: name.clone(), owner, ttl, mode, arrival, token, label: String::new() }
     }
 
+    /// Whether it is a release.
+    pub(super) fn gives_back(&self) -> bool {
+        matches!(self.code, "r" | "x")
+    }
+
     /// The letter of the mode.
     pub(crate) fn mode_letter(&self) -> &'static str {
         match self.mode {

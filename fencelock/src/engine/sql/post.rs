@@ -12,8 +12,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::oneshot;
 
-/// The most operations in one call: a batch must not keep others waiting for long.
-const BATCH: usize = 64;
 /// The most renewals in one call: each touches one row, and keeps nobody waiting.
 const RENEWALS: usize = 500;
 
@@ -70,7 +68,12 @@ impl<D: Database> Post<D> {
             return Ok(Call { post: Arc::clone(self), era: desk.era, begun: true });
         }
         let (tell, told) = oneshot::channel();
-        desk.queue.push_back((op.clone(), tell));
+        // Who gives something back goes first: somebody waits for it.
+        if op.gives_back() {
+            desk.queue.push_front((op.clone(), tell));
+        } else {
+            desk.queue.push_back((op.clone(), tell));
+        }
         Err(told)
     }
 
@@ -180,7 +183,7 @@ impl<D: Database> Call<D> {
         loop {
             let batch: Vec<_> = {
                 let mut desk = self.post.desk();
-                let count = if desk.era == self.era { desk.queue.len().min(BATCH) } else { 0 };
+                let count = if desk.era == self.era { desk.queue.len().min(D::BATCH) } else { 0 };
                 desk.queue.drain(..count).collect()
             };
             if batch.is_empty() {

@@ -399,7 +399,8 @@ async fn many_dead_waiters_are_skipped_at_once<B: SqlBase>() {
     let connections = base.connections();
     proxy.refuse();
     proxy.cut();
-    eventually("the server knows", async || base.connections() < connections).await;
+    // One of the two clients is left.
+    eventually("the server knows", async || base.connections() <= connections / 2).await;
     holder.release().await.unwrap();
     at_once("who is there holds", behind).await.unwrap().release().await.unwrap();
 }

@@ -124,6 +124,7 @@ impl MysqlServer {
             "--innodb-log-file-size=32M".to_owned(),
             // The machine does not crash here, only processes do: what was written is not lost.
             "--innodb-flush-log-at-trx-commit=2".to_owned(),
+            "--debug-no-sync=1".to_owned(),
         ];
         arguments.extend(self.arguments.iter().cloned());
         let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();

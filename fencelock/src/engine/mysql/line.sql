@@ -104,6 +104,20 @@ BEGIN
 END
 //
 
+-- Sends a word to a client, which finds it when the transaction is committed. What the caller is told goes along with the reply.
+DROP PROCEDURE IF EXISTS fencelock_tell
+//
+CREATE PROCEDURE fencelock_tell(IN caller BINARY(16), IN client BINARY(16), IN moment BIGINT, IN what VARBINARY(1200))
+SQL SECURITY INVOKER
+BEGIN
+  IF client = caller THEN
+    SET @fencelock_words = CONCAT(@fencelock_words, what, ';');
+  ELSE
+    INSERT INTO fencelock_word (session, at, word) VALUES (client, moment, what);
+  END IF;
+END
+//
+
 -- Hands over to the waiters that the rule lets hold, skipping those whose client is not there; then, if the line has moved, tells
 -- the one that is first now when to look. The words are those of ../postgres/line.sql.
 DROP PROCEDURE IF EXISTS fencelock_settle
@@ -135,12 +149,11 @@ BEGIN
       SET lease = LEAST(900, first_ttl);
       UPDATE fencelock_claim SET holds = 1, token = minted, since = moment, ends = moment + lease * 1000
         WHERE name = line_name AND owner = first_owner;
-      INSERT INTO fencelock_word (session, at, word) VALUES
-        (first_session, moment, CONCAT_WS(' ', 'g', HEX(first_owner), minted, moment, lease, HEX(line_name)));
+      CALL fencelock_tell(caller, first_session, moment,
+        CONCAT_WS(' ', 'g', HEX(first_owner), minted, moment, lease, HEX(line_name)));
     ELSE
       CALL fencelock_first_look(line_name, moment, look);
-      INSERT INTO fencelock_word (session, at, word) VALUES
-        (first_session, moment, CONCAT_WS(' ', 'h', HEX(first_owner), look, HEX(line_name)));
+      CALL fencelock_tell(caller, first_session, moment, CONCAT_WS(' ', 'h', HEX(first_owner), look, HEX(line_name)));
       LEAVE settling;
     END IF;
     SET moved = TRUE;
@@ -178,6 +191,13 @@ acquiring: BEGIN
   SET kind = 1, a = NULL, b = NULL;
   IF EXISTS (SELECT 1 FROM fencelock_gone WHERE name = line_name AND owner = claim_owner) THEN
     SET kind = 7;
+    LEAVE acquiring;
+  END IF;
+  -- The common case: nobody is there.
+  IF NOT EXISTS (SELECT 1 FROM fencelock_claim WHERE name = line_name) THEN
+    CALL fencelock_mint(line_name, moment, a);
+    INSERT INTO fencelock_claim VALUES (line_name, claim_owner, 1, moment, caller, wanted, wanted_permits, claim_ttl, a,
+      moment + claim_ttl * 1000, moment, claim_label);
     LEAVE acquiring;
   END IF;
   CALL fencelock_expire(line_name, moment);
@@ -256,7 +276,8 @@ BEGIN
   IF was_holding IS NOT NULL THEN
     DELETE FROM fencelock_claim WHERE name = line_name AND owner = claim_owner;
     SET found = IF(NOT was_holding, 2, was_ends > moment);
-    IF was_holding OR NOT EXISTS (SELECT 1 FROM fencelock_claim WHERE name = line_name AND holds = 0 AND place < was_place) THEN
+    IF EXISTS (SELECT 1 FROM fencelock_claim WHERE name = line_name AND holds = 0) AND (was_holding
+      OR NOT EXISTS (SELECT 1 FROM fencelock_claim WHERE name = line_name AND holds = 0 AND place < was_place)) THEN
       CALL fencelock_settle(caller, line_name, moment, TRUE);
     END IF;
   END IF;
@@ -336,7 +357,8 @@ END
 --           name, owner, label in hexadecimal digits; ttl in ms; mode e, s or p
 --           arrival         when a waiter came, if it has been in line before; otherwise 0
 --           token           of r, x and n: of the hold that is meant; 0 if that is not known
--- Reply: one text: the server's time ';', then for each operation kind a b ';' where b may be missing:
+-- Reply: one text: the server's time ';', then for each operation kind a b ';' where b may be missing, then '|' and the words for the
+-- caller, each with ';':
 --   1 token          held for the ttl          2 arrival, look again in ms   waiting         3 busy
 --   4 1 freed | 2 withdrawn | 0 nothing        5 1 | 0   renewed or gone                     6 n  in use with n permits
 --   7 its owner has given it up                8 count   evicted
@@ -362,6 +384,7 @@ BEGIN
   END;
   SET TRANSACTION ISOLATION LEVEL READ COMMITTED;
   START TRANSACTION;
+  SET @fencelock_words = '';
   SET next_at = LOCATE(';', ops, at);
   WHILE next_at > 0 DO
     SET op = SUBSTRING(ops, at, next_at - at);
@@ -406,7 +429,7 @@ BEGIN
     CALL fencelock_sweep(caller);
   END IF;
   COMMIT;
-  SELECT reply;
+  SELECT CONCAT(reply, '|', @fencelock_words);
 END
 //
 

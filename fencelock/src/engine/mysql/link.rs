@@ -247,7 +247,7 @@ async fn is_ready(conn: &mut Conn) -> Result<bool, Fault> {
 
 impl Database for Link {
     const CALLS: usize = 1;
-    const BATCH: usize = 16;
+    const BATCH: usize = 32;
 
     fn address(&self) -> &str {
         &self.address
@@ -288,7 +288,11 @@ impl Database for Link {
         let rows = self.exchange(&self.calls, sql).await?;
         let text: Option<Vec<u8>> = rows.first().and_then(|row| row.get(0));
         let text = text.and_then(|text| String::from_utf8(text).ok()).unwrap_or_default();
-        read_replies(&text).ok_or_else(|| Fault::refusal(unreadable()))
+        let (replies, words) = text.split_once('|').unwrap_or_default();
+        for push in words.split(';').filter_map(Push::read) {
+            let _ = self.pushes.send((0, push));
+        }
+        read_replies(replies).ok_or_else(|| Fault::refusal(unreadable()))
     }
 
     async fn hear(&self, touch: bool) -> Result<Vec<String>, Fault> {

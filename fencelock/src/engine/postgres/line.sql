@@ -191,8 +191,15 @@ BEGIN
     kind := 7;
     RETURN;
   END IF;
-  PERFORM fencelock.expire(line_name, moment);
   kind := 1;
+  -- The common case: nobody is there.
+  IF NOT EXISTS (SELECT FROM fencelock.claim WHERE name = line_name) THEN
+    a := fencelock.mint(line_name, moment);
+    INSERT INTO fencelock.claim VALUES (line_name, claim_owner, true, moment, caller, asks, wanted, wanted_permits, claim_ttl, a,
+      moment + claim_ttl * 1000, moment, claim_label);
+    RETURN;
+  END IF;
+  PERFORM fencelock.expire(line_name, moment);
   a := fencelock.held(line_name, claim_owner, moment, claim_ttl);
   IF a IS NOT NULL THEN
     RETURN;
@@ -265,7 +272,8 @@ BEGIN
     RETURNING * INTO was;
   IF FOUND THEN
     result := CASE WHEN NOT was.holds THEN 2 WHEN was.ends > moment THEN 1 ELSE 0 END;
-    IF was.holds OR NOT EXISTS (SELECT FROM fencelock.claim WHERE name = line_name AND NOT holds AND place < was.place) THEN
+    IF EXISTS (SELECT FROM fencelock.claim WHERE name = line_name AND NOT holds) AND (was.holds
+      OR NOT EXISTS (SELECT FROM fencelock.claim WHERE name = line_name AND NOT holds AND place < was.place)) THEN
       PERFORM fencelock.settle(caller, line_name, moment, true);
     END IF;
   END IF;

@@ -105,7 +105,15 @@ async fn names_are_long_and_case_matters() {
     let base = MysqlDatabase::new();
     let client = base.client().await;
     let long = "x".repeat(511);
-    let names = ["Invoice", "invoice", "INVOICE", "invoice ", &format!("{long}a"), &format!("{long}A"), &format!("{long}ä")[..511]];
+    let names = [
+        "Invoice",
+        "invoice",
+        "INVOICE",
+        "invoice ",
+        &format!("{long}a"),
+        &format!("{long}A"),
+        &format!("{long}ä")[..511],
+    ];
     let mut held = Vec::new();
     for name in names {
         held.push(client.mutex(name).try_acquire().await.unwrap().expect("another name is another lock"));
@@ -120,7 +128,9 @@ async fn many_first_clients_at_once_and_newer_procedures() {
     let clients: Vec<_> = (0..8)
         .map(|_| {
             let url = base.url();
-            tokio::spawn(async move { connect(url).await.unwrap().mutex(NAME).acquire().await.unwrap().release().await })
+            tokio::spawn(
+                async move { connect(url).await.unwrap().mutex(NAME).acquire().await.unwrap().release().await },
+            )
         })
         .collect();
     for client in clients {

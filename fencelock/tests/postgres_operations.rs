@@ -104,12 +104,17 @@ async fn a_read_only_replica_says_so_and_several_hosts_find_the_primary() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn locks_survive_a_failover_to_a_synchronous_replica() {
     use fencelock_testkit::sql::SqlServer;
-    let mut primary = PostgresServer::options().set("synchronous_standby_names", "*").set("synchronous_commit", "local").start();
+    let mut primary =
+        PostgresServer::options().set("synchronous_standby_names", "*").set("synchronous_commit", "local").start();
     let replica = primary.replica();
-    eventually("it follows", async || primary.number("SELECT count(*) FROM pg_stat_replication WHERE state = 'streaming'") == 1).await;
+    eventually("it follows", async || {
+        primary.number("SELECT count(*) FROM pg_stat_replication WHERE state = 'streaming'") == 1
+    })
+    .await;
     primary.ask("postgres", "ALTER SYSTEM SET synchronous_commit = 'on'");
     primary.ask("postgres", "SELECT pg_reload_conf()");
-    let both = format!("postgres://postgres@127.0.0.1:{},127.0.0.1:{}/postgres?patience=20s", primary.port(), replica.port());
+    let both =
+        format!("postgres://postgres@127.0.0.1:{},127.0.0.1:{}/postgres?patience=20s", primary.port(), replica.port());
     let (one, two) = (connect(&both).await.unwrap(), connect(&both).await.unwrap());
     let guard = one.mutex(NAME).ttl(LONG).acquire().await.unwrap();
     let waiter = tokio::spawn({
@@ -131,7 +136,9 @@ async fn locks_survive_a_failover_to_a_synchronous_replica() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tls_is_used_and_the_server_is_checked() {
     let server = PostgresServer::options().tls().start();
-    let encrypted = || server.number("SELECT count(*) FROM pg_stat_ssl JOIN pg_stat_activity USING (pid) WHERE ssl AND application_name = 'fencelock'");
+    let encrypted = || {
+        server.number("SELECT count(*) FROM pg_stat_ssl JOIN pg_stat_activity USING (pid) WHERE ssl AND application_name = 'fencelock'")
+    };
     let client = connect(server.tls_url()).await.unwrap();
     client.mutex(NAME).acquire().await.unwrap().release().await.unwrap();
     assert_eq!(encrypted(), 1);
@@ -178,7 +185,10 @@ async fn locks_work_through_pgbouncer() {
     for client in [one, two] {
         client.close().await.unwrap();
     }
-    assert_eq!(server.number("SELECT (SELECT count(*) FROM fencelock.session) + (SELECT count(*) FROM fencelock.word)"), 0);
+    assert_eq!(
+        server.number("SELECT (SELECT count(*) FROM fencelock.session) + (SELECT count(*) FROM fencelock.word)"),
+        0
+    );
     assert_eq!(server.number("SELECT count(*) FROM fencelock.claim"), 0);
 }
 
@@ -227,7 +237,8 @@ async fn locks_inside_of_a_transaction() {
     let (client, connection) = tokio_postgres::connect(&base.url(), tokio_postgres::NoTls).await.unwrap();
     tokio::spawn(connection);
     client.batch_execute(&format!("BEGIN; SELECT pg_advisory_xact_lock({key})")).await.unwrap();
-    let tries = || base.ask(&format!("SELECT pg_try_advisory_xact_lock(fencelock.advisory_key('{NAME}'))"))[0][0].clone();
+    let tries =
+        || base.ask(&format!("SELECT pg_try_advisory_xact_lock(fencelock.advisory_key('{NAME}'))"))[0][0].clone();
     assert_eq!(tries(), "f");
     client.batch_execute("COMMIT").await.unwrap();
     assert_eq!(tries(), "t");
@@ -252,7 +263,9 @@ async fn many_first_clients_at_once() {
     let clients: Vec<_> = (0..12)
         .map(|_| {
             let url = base.url();
-            tokio::spawn(async move { connect(url).await.unwrap().mutex(NAME).acquire().await.unwrap().release().await })
+            tokio::spawn(
+                async move { connect(url).await.unwrap().mutex(NAME).acquire().await.unwrap().release().await },
+            )
         })
         .collect();
     for client in clients {

@@ -419,18 +419,12 @@ async fn a_renewal_under_way_counts<B: SqlBase>() {
     let (claims, token) = (base.table("claim"), other.token());
     let ends = base.sql(&format!("SELECT ends FROM {claims} WHERE token = {token}"))[0][0].clone();
     base.sql(&format!("UPDATE {claims} SET ends = 1 WHERE token = {token}"));
-    let renewal = format!(
-        "BEGIN; UPDATE {claims} SET ends = {ends} WHERE token = {token}; {}; COMMIT",
-        B::nap(1.0)
-    );
-    tokio::join!(
-        async { tokio::task::block_in_place(|| base.sql(&renewal)) },
-        async {
-            // The renewal has begun; whoever comes now must wait for it.
-            tokio::time::sleep(Duration::from_millis(300)).await;
-            one.release().await.unwrap();
-        }
-    );
+    let renewal = format!("BEGIN; UPDATE {claims} SET ends = {ends} WHERE token = {token}; {}; COMMIT", B::nap(1.0));
+    tokio::join!(async { tokio::task::block_in_place(|| base.sql(&renewal)) }, async {
+        // The renewal has begun; whoever comes now must wait for it.
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        one.release().await.unwrap();
+    });
     let next = at_once("one permit is free", waiter).await.unwrap();
     assert!(near.semaphore(NAME, 2).try_acquire().await.unwrap().is_none(), "two hold");
     assert!(next.is_valid() && other.is_valid());

@@ -68,7 +68,9 @@ fn completions_know_the_commands() {
 #[test]
 fn migrate_prints_what_an_administrator_runs() {
     let place = Place::new();
-    for (engine, word) in [("postgres", "CREATE SCHEMA"), ("mysql", "CREATE TABLE"), ("postgres://a:s3cret@h/db", "GRANT")] {
+    for (engine, word) in
+        [("postgres", "CREATE SCHEMA"), ("mysql", "CREATE TABLE"), ("postgres://a:s3cret@h/db", "GRANT")]
+    {
         let printed = place.run(&["migrate", "--print", engine]);
         assert_eq!(code(printed.status), 0);
         assert!(text(&printed.stdout).contains(word) && !text(&printed.stdout).contains("s3cret"));

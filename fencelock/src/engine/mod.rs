@@ -192,17 +192,8 @@ async fn open_mysql(url: &crate::url::Url, _: &str) -> Result<std::sync::Arc<dyn
 }
 
 fn unknown_scheme(scheme: &str) -> Error {
-    let planned = [
-        "redis",
-        "rediss",
-        "redis+unix",
-        "redis+sentinel",
-        "redis+cluster",
-        "redlock",
-        "zk",
-        "etcd",
-        "etcds",
-    ];
+    let planned =
+        ["redis", "rediss", "redis+unix", "redis+sentinel", "redis+cluster", "redlock", "zk", "etcd", "etcds"];
     if planned.contains(&scheme) {
         return Error::new(
             ErrorKind::Unsupported,

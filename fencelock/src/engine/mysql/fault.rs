@@ -12,7 +12,8 @@ pub(super) fn fault(error: MyError, sent: bool) -> Fault {
     let server = match error {
         MyError::Server(server) => server,
         MyError::Io(mysql_async::IoError::Tls(error)) => {
-            let told = Error::invalid("TLS cannot be used; see the options sslmode and ca").caused_by(error.to_string());
+            let told =
+                Error::invalid("TLS cannot be used; see the options sslmode and ca").caused_by(error.to_string());
             return Fault { broken: true, ..Fault::refusal(told) };
         }
         MyError::Driver(mysql_async::DriverError::NoClientSslFlagFromServer) => {

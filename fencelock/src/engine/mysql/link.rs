@@ -297,7 +297,8 @@ impl Database for Link {
 
     async fn hear(&self, touch: bool) -> Result<Vec<String>, Fault> {
         if touch && !self.shown.load(Ordering::Relaxed) {
-            let taken = self.exchange(&self.ears, format!("SELECT GET_LOCK('{}', 0)", lock_name(&self.session))).await?;
+            let taken =
+                self.exchange(&self.ears, format!("SELECT GET_LOCK('{}', 0)", lock_name(&self.session))).await?;
             let taken = taken.first().and_then(|row| row.get::<Option<i64>, _>(0)).flatten() == Some(1);
             self.shown.store(taken, Ordering::Relaxed);
         }

@@ -71,7 +71,9 @@ fn with_code(code: &SqlState) -> (ErrorKind, String, bool) {
     let later = |text: &str| (ErrorKind::Unavailable, text.to_owned(), true);
     match code.code() {
         "28P01" => invalid("the server refused user or password; check them in the URL"),
-        "28000" => invalid("the server does not let this user in from here; check the URL, and the server's pg_hba.conf"),
+        "28000" => {
+            invalid("the server does not let this user in from here; check the URL, and the server's pg_hba.conf")
+        }
         "3D000" => invalid("there is no such database; create it, or correct the URL"),
         "42501" => (
             ErrorKind::Invalid,

@@ -135,7 +135,10 @@ impl Link {
     }
 
     /// Runs a request on the connection, which it must answer in time.
-    async fn exchange<T>(&self, request: impl AsyncFnOnce(&Open) -> Result<T, tokio_postgres::Error>) -> Result<T, Fault> {
+    async fn exchange<T>(
+        &self,
+        request: impl AsyncFnOnce(&Open) -> Result<T, tokio_postgres::Error>,
+    ) -> Result<T, Fault> {
         let open = self.connection().await?;
         let answer = match tokio::time::timeout(self.timeout, request(&open)).await {
             Ok(answer) => answer.map_err(|error| fault(error, true)),
@@ -275,7 +278,8 @@ impl Database for Link {
         let mut rows = rows.iter().map(read_reply);
         let server = rows.next().flatten().filter(|(kind, ..)| *kind == 0).and_then(|(_, now, _)| now);
         let server = server.and_then(|now| u64::try_from(now).ok());
-        let replies: Option<Vec<Reply>> = rows.map(|row| row.and_then(|(kind, a, b)| Reply::read(kind, a, b))).collect();
+        let replies: Option<Vec<Reply>> =
+            rows.map(|row| row.and_then(|(kind, a, b)| Reply::read(kind, a, b))).collect();
         server.zip(replies).ok_or_else(|| Fault::refusal(unreadable()))
     }
 
@@ -350,7 +354,8 @@ impl Link {
         arguments: &[(&(dyn ToSql + Sync), Type)],
     ) -> Result<Vec<tokio_postgres::Row>, Fault> {
         let asking = async {
-            let (client, connection) = self.config.connect(self.tls.clone()).await.map_err(|error| fault(error, false))?;
+            let (client, connection) =
+                self.config.connect(self.tls.clone()).await.map_err(|error| fault(error, false))?;
             let driver = tokio::spawn(connection);
             let rows = client.query_typed(query, arguments).await.map_err(|error| fault(error, true));
             driver.abort();

@@ -47,7 +47,8 @@ fn roots(ca: Option<&str>) -> Result<RootCertStore> {
     let Some(path) = ca else { return Ok(RootCertStore { roots: webpki_roots::TLS_SERVER_ROOTS.to_vec() }) };
     let bad = |why: &str| Error::invalid(format!("option ca={path}: {why}"));
     let mut roots = RootCertStore::empty();
-    let certificates = CertificateDer::pem_file_iter(path).map_err(|error| bad("cannot read the file").caused_by(error))?;
+    let certificates =
+        CertificateDer::pem_file_iter(path).map_err(|error| bad("cannot read the file").caused_by(error))?;
     for certificate in certificates {
         let certificate = certificate.map_err(|error| bad("not a PEM certificate").caused_by(error))?;
         roots.add(certificate).map_err(|error| bad("not a certificate").caused_by(error))?;

@@ -56,6 +56,8 @@ pub(crate) enum Command {
     Break(Break),
     /// Run a command while being the leader; stop it and stand again when that is lost.
     Elect(Elect),
+    /// Make the tables that the locks need in a database, or print how.
+    Migrate(Migrate),
     /// Hammer the engine from many processes and check exclusion, order and tokens.
     Torture(Torture),
     /// Measure throughput and latency of the engine from here.
@@ -82,6 +84,17 @@ impl Command {
             _ => Volume::default(),
         }
     }
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Migrate {
+    /// Print the SQL instead of running it: for an administrator.
+    #[arg(long)]
+    pub(crate) print: bool,
+
+    /// postgres, mysql, or the whole URL [default: that of --url].
+    #[arg(value_name = "ENGINE")]
+    pub(crate) scheme: Option<String>,
 }
 
 #[derive(Debug, Args)]

@@ -1,6 +1,6 @@
 //! The command-line tool: reads the command line, runs one of its commands, and ends with the exit code of the manual.
 //!
-//! * `args`: what can be said. `run`, `elect`, `admin`, `torture`, `bench`: the commands. `exit`: how they end.
+//! * `args`: what can be said. `run`, `elect`, `admin`, `migrate`, `torture`, `bench`: the commands. `exit`: how they end.
 //! * `hold`, `line`: getting the lock. `under`: a command while the lock is held.
 //! * `supervised`, `protocol`, `supervisor`, `tree`: the process between the tool and its command, from both sides.
 //! * `signals`, `terminal`, `console`, `text`, `log`: dealing with the world.
@@ -22,6 +22,7 @@ mod exit;
 mod hold;
 mod line;
 mod log;
+mod migrate;
 mod protocol;
 mod run;
 mod signals;
@@ -82,6 +83,7 @@ async fn dispatch(cli: &Cli) -> Result<Exit, Failure> {
         Command::List(args) => admin::list(&cli.url, args).await,
         Command::Break(args) => admin::take_away(&cli.url, args).await,
         Command::Elect(args) => elect::elect(&cli.url, args).await,
+        Command::Migrate(args) => migrate::run(&cli.url, args).await,
         Command::Torture(args) => torture::run(args, &cli.url).await,
         Command::TortureWorker => torture::run_worker().await,
         Command::Bench(args) => bench::run(args, &cli.url).await,

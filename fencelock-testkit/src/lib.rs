@@ -11,26 +11,35 @@
 //! | [`redlock`] | several of them, independent of each other |
 //! | [`etcd`] | real etcd servers, alone and in clusters, likewise |
 //! | [`zookeeper`] | real ZooKeeper servers, alone and in ensembles, likewise |
+//! | [`mysql`] | real MariaDB or MySQL servers |
+//! | [`postgres`] | real PostgreSQL servers, and PgBouncer |
+//! | [`sql`] | what tests need of a database, whichever it is |
 //! | [`proxy`] | the network between a client and a server, with faults |
 //! | [`measure`] | throughput and latency; `fencelock bench` |
+//! | [`rule`] | an engine beside the pure line rule, by random steps |
 //! | [`scripted`] | an engine that answers as it is told: late, never, wrongly; for the keeper |
 
 #![forbid(unsafe_code)]
 
 pub mod ask;
 pub mod conformance;
+mod daemon;
 pub mod etcd;
 pub mod history;
 pub mod kind;
 pub mod measure;
+pub mod mysql;
+pub mod postgres;
 pub mod probe;
 pub mod proxy;
 pub mod redis;
 pub mod redlock;
 pub mod relay;
 pub mod rng;
+pub mod rule;
 pub mod sabotage;
 pub mod scripted;
+pub mod sql;
 pub mod stepped;
 pub mod subject;
 pub mod torture;

@@ -51,7 +51,9 @@ mod url;
 pub use claim::{Claim, Grant, Hold, Mode, Owner, Release, Renewal};
 pub use client::{Client, DEFAULT_TTL, MAX_TTL, MIN_TTL, connect};
 pub use clock::{Clock, Moment};
-pub use engine::{Capability, EntryKey, Purpose};
+#[cfg(feature = "postgres")]
+pub use engine::postgres::advisory_key;
+pub use engine::{Capability, EntryKey, Purpose, migration};
 pub use error::{Error, ErrorKind, Result};
 pub use guard::Guard;
 pub use keeper::Loss;

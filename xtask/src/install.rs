@@ -16,6 +16,9 @@ pub(crate) const SERVERS: &[Program] = &[
     Program { name: "java", package: "default-jre-headless" },
     // Without the package that would run it as a service.
     Program { name: "/usr/share/java/zookeeper.jar", package: "zookeeper" },
+    Program { name: "/usr/lib/postgresql", package: "postgresql" },
+    Program { name: "/usr/sbin/pgbouncer", package: "pgbouncer" },
+    Program { name: "/usr/sbin/mariadbd", package: "mariadb-server" },
 ];
 
 /// The runtimes of foreign clients.
@@ -62,7 +65,11 @@ pub(crate) fn packages(packages: &[&str], why: &str) -> bool {
     installed || by_hand("apt-get failed")
 }
 
+/// A name in the path; or a whole path, for what Debian keeps out of it.
 fn is_installed(program: &str) -> bool {
+    if program.starts_with('/') {
+        return std::path::Path::new(program).exists();
+    }
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path).any(|dir| dir.join(program).is_file())
 }

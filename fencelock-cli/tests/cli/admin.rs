@@ -64,3 +64,18 @@ fn completions_know_the_commands() {
     let script = text(&Place::new().run(&["completions", "bash"]).stdout);
     assert!(script.contains("--min-hold") && !script.contains("__supervise"));
 }
+
+#[test]
+fn migrate_prints_what_an_administrator_runs() {
+    let place = Place::new();
+    for (engine, word) in
+        [("postgres", "CREATE SCHEMA"), ("mysql", "CREATE TABLE"), ("postgres://a:s3cret@h/db", "GRANT")]
+    {
+        let printed = place.run(&["migrate", "--print", engine]);
+        assert_eq!(code(printed.status), 0);
+        assert!(text(&printed.stdout).contains(word) && !text(&printed.stdout).contains("s3cret"));
+    }
+    let refused = place.run(&["migrate", "--print", "file:/tmp/x"]);
+    assert_eq!(code(refused.status), 64);
+    assert!(text(&refused.stderr).contains("postgres and mysql"), "{}", text(&refused.stderr));
+}

@@ -10,10 +10,16 @@ pub(crate) mod file;
 pub(crate) mod line;
 pub use line::rule;
 pub(crate) mod memory;
+#[cfg(feature = "mysql")]
+pub(crate) mod mysql;
+#[cfg(feature = "postgres")]
+pub(crate) mod postgres;
 #[cfg(feature = "redis")]
 pub(crate) mod redis;
 #[cfg(feature = "redlock")]
 pub(crate) mod redlock;
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub(crate) mod sql;
 #[cfg(feature = "zookeeper")]
 pub(crate) mod zookeeper;
 
@@ -144,6 +150,28 @@ pub enum Purpose {
     Correctness,
 }
 
+/// What an administrator runs in a database before the first client comes, where clients may not create tables: SQL for the engine
+/// of this URL scheme.
+///
+/// # Errors
+/// `Invalid` for an engine that needs nothing of that kind, `Unsupported` for one that this build does not have.
+pub fn migration(scheme: &str) -> Result<String> {
+    match scheme.split(':').next().unwrap_or_default() {
+        #[cfg(feature = "postgres")]
+        "postgres" | "postgresql" => Ok(postgres::migration()),
+        #[cfg(not(feature = "postgres"))]
+        "postgres" | "postgresql" => {
+            Err(Error::new(ErrorKind::Unsupported, "postgres: needs the cargo feature `postgres`"))
+        }
+        #[cfg(feature = "mysql")]
+        "mysql" | "mariadb" => Ok(mysql::migration()),
+        #[cfg(not(feature = "mysql"))]
+        "mysql" | "mariadb" => Err(Error::new(ErrorKind::Unsupported, "mysql: needs the cargo feature `mysql`")),
+        // A URL may hold a password: only its scheme is shown.
+        other => Err(Error::invalid(format!("{other}: needs no tables; migrate is for postgres and mysql"))),
+    }
+}
+
 /// Which engine a URL asks for.
 pub(crate) async fn open(url: &crate::url::Url, text: &str) -> Result<Arc<dyn Engine>> {
     // Not needed by all engines.
@@ -161,6 +189,10 @@ pub(crate) async fn open(url: &crate::url::Url, text: &str) -> Result<Arc<dyn En
         "etcd" | "etcds" => Ok(Arc::new(etcd::open(url, text).await?)),
         #[cfg(feature = "zookeeper")]
         "zk" | "zks" => Ok(Arc::new(zookeeper::open(url, text).await?)),
+        #[cfg(feature = "postgres")]
+        "postgres" | "postgresql" => Ok(Arc::new(postgres::open(url, text).await?)),
+        #[cfg(feature = "mysql")]
+        "mysql" | "mariadb" => Ok(Arc::new(mysql::open(url, text).await?)),
         other => Err(no_engine(other)),
     }
 }
@@ -181,6 +213,10 @@ const SCHEMES: &[(&str, &str)] = &[
     ("etcds", "etcd"),
     ("zk", "zookeeper"),
     ("zks", "zookeeper"),
+    ("postgres", "postgres"),
+    ("postgresql", "postgres"),
+    ("mysql", "mysql"),
+    ("mariadb", "mysql"),
 ];
 
 fn no_engine(scheme: &str) -> Error {

@@ -1,0 +1,96 @@
+//! Processes hammer a database that is killed and started again twice, and are killed themselves now and then; every promise is kept,
+//! and nothing is left behind.
+//!
+//! For longer: `FENCELOCK_TORTURE=60s cargo test -p fencelock --features full --test sql_torture -- --nocapture`.
+
+#![cfg(all(feature = "postgres", feature = "mysql"))]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+use fencelock::{ErrorKind, connect, parse_duration};
+use fencelock_testkit::history::Kind;
+use fencelock_testkit::sql::SqlServer;
+use fencelock_testkit::torture::{self, Connect, Plan, Workers};
+use std::ffi::OsString;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Connects however long it takes: the server may be down when a process starts.
+fn patiently() -> Connect {
+    Arc::new(|url| {
+        Box::pin(async move {
+            loop {
+                match connect(&url).await {
+                    Err(error) if error.kind() == ErrorKind::Unavailable => {
+                        tokio::time::sleep(Duration::from_millis(20)).await;
+                    }
+                    outcome => return outcome,
+                }
+            }
+        })
+    })
+}
+
+/// Not a test: the inside of the processes that the test below starts.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "only for the processes of the torture"]
+async fn a_worker_process() {
+    torture::work(patiently()).await.unwrap();
+}
+
+fn processes() -> Workers {
+    let mut worker = vec![std::env::current_exe().unwrap().into_os_string()];
+    worker.extend(["--ignored", "--exact", "a_worker_process", "--nocapture"].map(OsString::from));
+    Workers::Processes(worker)
+}
+
+/// Order is not among the promises here: whose client was not back after a restart when its turn came is passed over, and has
+/// its place back afterwards. What was recorded does not tell that from overtaking.
+async fn survives_kills_of_the_server<S: SqlServer>() {
+    let mut server = S::make();
+    // Makes the tables.
+    server.client().await.close().await.unwrap();
+    let lasts = std::env::var("FENCELOCK_TORTURE").unwrap_or_else(|_| "9s".to_owned());
+    let mut plan = Plan::new(format!("{}?patience=30s", server.address()));
+    plan.lasts = parse_duration(&lasts).unwrap();
+    plan.kill = true;
+    // A restart takes a second or two; leases survive it.
+    plan.ttl = Duration::from_secs(3);
+    plan.patience = Duration::from_secs(40);
+    println!("seed {}", plan.seed);
+    let work = torture::run(&plan, processes(), |_| {});
+    let kills = async {
+        for _ in 0..2 {
+            tokio::time::sleep(plan.lasts / 3).await;
+            tokio::task::block_in_place(|| {
+                server.kill();
+                server.start_again();
+            });
+        }
+    };
+    let (verdict, ()) = tokio::join!(work, kills);
+    let verdict = verdict.unwrap();
+    println!("{verdict}");
+    let broken: Vec<_> = verdict.violations.iter().filter(|violation| violation.kind != Kind::Order).collect();
+    assert!(broken.is_empty(), "{broken:#?}\n{verdict}");
+    assert!(verdict.grants > 50 && verdict.kills > 0, "{verdict}");
+    // What the killed ones have left is gone when somebody comes by; nothing else is there.
+    for table in ["line", "gone"] {
+        let column = if table == "line" { "used" } else { "at" };
+        server.sql(&format!("UPDATE {} SET {column} = 1", server.table(table)));
+    }
+    let client = server.client().await;
+    for number in 0..100 {
+        client.mutex(format!("tidy:{number}")).acquire().await.unwrap().release().await.unwrap();
+    }
+    assert_eq!((server.rows("claim"), server.rows("gone")), (0, 0), "orphan rows");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn postgres_keeps_every_promise() {
+    survives_kills_of_the_server::<fencelock_testkit::postgres::PostgresServer>().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn mysql_keeps_every_promise() {
+    survives_kills_of_the_server::<fencelock_testkit::mysql::MysqlServer>().await;
+}

@@ -33,7 +33,7 @@ impl Keys {
 pub(super) const TOKEN_PATTERN: &str = "fencelock:[0-2]t:*";
 
 /// `fencelock:` + how the slot is kept + part + `:` + the name, so that the slot is that of the name.
-fn companion(name: &str, part: char) -> String {
+pub(crate) fn companion(name: &str, part: char) -> String {
     if tag(name).is_some() {
         // The prefix has no brace, so the name's own tag counts.
         format!("fencelock:0{part}:{name}")

@@ -10,6 +10,7 @@
 
 mod fault;
 mod key;
+pub(crate) use key::companion;
 mod link;
 mod post;
 mod status;

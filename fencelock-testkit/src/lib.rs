@@ -10,6 +10,7 @@
 //! | [`redis`] | real Redis servers, which can be stopped, killed and started again |
 //! | [`proxy`] | the network between a client and a server, with faults |
 //! | [`measure`] | throughput and latency; `fencelock bench` |
+//! | [`web`] | an HTTP server with a memory, and a client, for the gate |
 //! | [`scripted`] | an engine that answers as it is told: late, never, wrongly; for the keeper |
 
 #![forbid(unsafe_code)]
@@ -30,6 +31,7 @@ pub mod stepped;
 pub mod subject;
 pub mod torture;
 pub mod wait;
+pub mod web;
 
 pub use kind::{Kind, Lock};
 pub use probe::Probe;

@@ -399,7 +399,8 @@ mod tests {
                         let number = format!("${n}");
                         prop_assert!(statement.sql.contains(&number), "{} lacks {}", statement.sql, number);
                     }
-                    prop_assert!(!statement.sql.contains(&format!("${}", statement.params.len() + 1)));
+                    let next = format!("${}", statement.params.len() + 1);
+                    prop_assert!(!statement.sql.contains(&next), "{} has {}", statement.sql, next);
                 } else {
                     prop_assert_eq!(statement.sql.matches('?').count(), statement.params.len());
                 }

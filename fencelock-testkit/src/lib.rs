@@ -8,8 +8,10 @@
 //! | [`torture`] | processes that hammer an engine under the eyes of the checker; `fencelock torture` |
 //! | [`sabotage`] | engines that break one promise each: they prove that suite and checker can fail |
 //! | [`redis`] | real Redis servers, which can be stopped, killed and started again |
+//! | [`postgres`] | real PostgreSQL servers, and PgBouncer |
 //! | [`proxy`] | the network between a client and a server, with faults |
 //! | [`measure`] | throughput and latency; `fencelock bench` |
+//! | `lost_update` | writers that are stopped past their lease, with a fence and without (feature `lost-update`) |
 //! | [`web`] | an HTTP server with a memory, and a client, for the gate |
 //! | [`scripted`] | an engine that answers as it is told: late, never, wrongly; for the keeper |
 
@@ -17,9 +19,13 @@
 
 pub mod ask;
 pub mod conformance;
+mod daemon;
 pub mod history;
 pub mod kind;
+#[cfg(feature = "lost-update")]
+pub mod lost_update;
 pub mod measure;
+pub mod postgres;
 pub mod probe;
 pub mod proxy;
 pub mod redis;

@@ -36,6 +36,8 @@ impl Seen {
 struct State {
     values: HashMap<String, Vec<u8>>,
     seen: Vec<Seen>,
+    /// How many heads of requests arrived.
+    begun: usize,
     /// Paths whose requests are not answered for now.
     held: HashSet<String>,
 }
@@ -76,6 +78,11 @@ impl WebServer {
         self.state().seen.clone()
     }
 
+    /// How many requests have begun to arrive.
+    pub fn begun(&self) -> usize {
+        self.state().begun
+    }
+
     /// What is kept under a path.
     pub fn value(&self, path: &str) -> Option<Vec<u8>> {
         self.state().values.get(path).cloned()
@@ -105,7 +112,9 @@ impl WebServer {
         stream.set_nodelay(true)?;
         let mut reader = BufReader::new(stream.try_clone()?);
         let mut stream = stream;
-        while let Some((mut seen, body)) = request(&mut reader)? {
+        while let Some((start, headers)) = head(&mut reader)? {
+            self.state().begun += 1;
+            let (mut seen, body) = request(&mut reader, &start, headers);
             seen.length = body.as_ref().map_or_else(|part| part.len(), Vec::len);
             seen.complete = body.is_ok();
             let mut state = self.state();
@@ -196,12 +205,11 @@ fn body(reader: &mut impl BufRead, headers: &Headers, to_the_end: bool) -> Resul
     if whole { Ok(data) } else { Err(data) }
 }
 
-fn request(reader: &mut impl BufRead) -> io::Result<Option<(Seen, Result<Vec<u8>, Vec<u8>>)>> {
-    let Some((start, headers)) = head(reader)? else { return Ok(None) };
+fn request(reader: &mut impl BufRead, start: &str, headers: Headers) -> (Seen, Result<Vec<u8>, Vec<u8>>) {
     let mut words = start.split(' ').map(str::to_owned);
     let (method, path) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
     let body = body(reader, &headers, false);
-    Ok(Some((Seen { method, path, headers, length: 0, complete: false }, body)))
+    (Seen { method, path, headers, length: 0, complete: false }, body)
 }
 
 /// An answer.

@@ -79,6 +79,13 @@ impl Ending {
     }
 }
 
+/// How far an upload is.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Progress {
+    pub(crate) last: Instant,
+    pub(crate) ended: bool,
+}
+
 /// A body on its way through, in either direction.
 pub(crate) struct Relay {
     /// Taken out only when this is dropped.
@@ -92,8 +99,8 @@ pub(crate) struct Relay {
     /// Runs while nothing comes.
     stalled: Option<Pin<Box<Sleep>>>,
     ending: Ending,
-    /// When something came last; for whoever waits for what follows the body.
-    progress: Option<watch::Sender<Instant>>,
+    /// When something came last, until there is nothing to come; for whoever waits for the answer.
+    progress: Option<watch::Sender<Progress>>,
     /// It is read to its end also when nobody wants it any more: only then is the upstream done.
     to_the_end: bool,
     ended: bool,
@@ -114,7 +121,7 @@ impl Relay {
     }
 
     /// Tells when something came.
-    pub(crate) fn telling(mut self, progress: watch::Sender<Instant>) -> Self {
+    pub(crate) fn telling(mut self, progress: watch::Sender<Progress>) -> Self {
         self.progress = Some(progress);
         self
     }
@@ -151,7 +158,7 @@ impl HttpBody for Relay {
         };
         this.stalled = None;
         if let Some(progress) = &this.progress {
-            progress.send_replace(Instant::now());
+            progress.send_replace(Progress { last: Instant::now(), ended: frame.is_none() || inner.is_end_stream() });
         }
         let frame = match frame {
             None => {

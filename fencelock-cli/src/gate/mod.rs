@@ -55,8 +55,9 @@ pub(crate) struct GateArgs {
     #[arg(long, value_name = "ADDR")]
     listen: String,
     /// Where requests go: http://host:port or https://host, with a path in front of theirs if there is one
-    #[arg(long, value_name = "URL", value_parser = parse_upstream)]
-    upstream: Upstream,
+    #[arg(long, value_name = "URL")]
+    // Read later: what clap refuses, it repeats, and this may hold a password.
+    upstream: String,
     /// The file that keeps the newest tokens [default: one per upstream, in this user's state directory]
     #[arg(long, value_name = "FILE")]
     store: Option<PathBuf>,
@@ -97,9 +98,8 @@ pub(crate) struct GateArgs {
     pub(crate) volume: Volume,
 }
 
-fn parse_upstream(text: &str) -> Result<Upstream, String> {
-    // It may hold a password: the text is not repeated.
-    let wrong = |why: &str| format!("{why}; write http://host:port or https://host");
+fn parse_upstream(text: &str) -> Result<Upstream, Failure> {
+    let wrong = |why: &str| Failure::usage(format!("--upstream: {why}; write http://host:port or https://host"));
     let uri: Uri = text.parse().map_err(|_| wrong("this is no URL"))?;
     let scheme = uri.scheme().filter(|scheme| **scheme == Scheme::HTTP || **scheme == Scheme::HTTPS).cloned();
     let scheme = scheme.ok_or_else(|| wrong("it starts with neither http:// nor https://"))?;
@@ -132,15 +132,16 @@ fn parse_size(text: &str) -> Result<u64, String> {
 }
 
 pub(crate) async fn run(args: &GateArgs) -> Result<Exit, Failure> {
+    let upstream = parse_upstream(&args.upstream)?;
     let mut signals = Signals::listen()?;
     let tell = Tell::new(args.json, args.volume.quiet, args.volume.verbose);
     let listener = listen(&args.listen).await?;
     let address = listener.local_addr().map_err(|error| Failure::new(UNAVAILABLE, error.to_string()))?;
-    let store = args.store.clone().map_or_else(|| default_store(&args.upstream), Ok)?;
+    let store = args.store.clone().map_or_else(|| default_store(&upstream), Ok)?;
     let ledger = Ledger::open(&store).map_err(|error| Failure::new(UNAVAILABLE, error))?;
     let known = ledger.len().map_err(|error| Failure::new(UNAVAILABLE, error))?;
-    let gate = Arc::new(gate(args, ledger, tell.clone())?);
-    let place = format!("{}://{}{}", args.upstream.scheme, args.upstream.authority, args.upstream.base);
+    let gate = Arc::new(gate(args, upstream, ledger, tell.clone())?);
+    let place = format!("{}://{}{}", gate.upstream.scheme, gate.upstream.authority, gate.upstream.base);
     tell.ready(&address.to_string(), &place, &store.display().to_string(), known);
 
     let graceful = GracefulShutdown::new();
@@ -184,7 +185,7 @@ fn default_store(upstream: &Upstream) -> Result<PathBuf, Failure> {
     Ok(state.join("fencelock").join(format!("gate-{name}.redb")))
 }
 
-fn gate(args: &GateArgs, ledger: Ledger, tell: Tell) -> Result<Gate, Failure> {
+fn gate(args: &GateArgs, upstream: Upstream, ledger: Ledger, tell: Tell) -> Result<Gate, Failure> {
     let mut tcp = HttpConnector::new();
     tcp.set_nodelay(true);
     tcp.enforce_http(false);
@@ -204,7 +205,7 @@ fn gate(args: &GateArgs, ledger: Ledger, tell: Tell) -> Result<Gate, Failure> {
             header: args.token_header.clone(),
         },
         admission: Admission::new(ledger, args.drain, move |resource| cut.cut(resource)),
-        upstream: args.upstream.clone(),
+        upstream,
         client,
         max_body: args.max_body,
         patience: args.timeout,
@@ -276,7 +277,7 @@ mod tests {
         assert_eq!((upstream.authority.as_str(), upstream.base.as_str()), ("127.0.0.1:9000", "/base"));
         for bad in ["", "/x", "ftp://x", "host:1", "http://", "http://user:secret@x", "http://x?q=1"] {
             let error = parse_upstream(bad).unwrap_err();
-            assert!(!error.contains("secret"), "{error}");
+            assert!(!error.text.contains("secret"), "{error}");
         }
     }
 }

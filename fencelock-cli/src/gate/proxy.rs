@@ -1,7 +1,7 @@
 //! One request through the gate: judged, let in, handed to the upstream, and its answer handed back.
 
 use super::admit::{Admission, Answer, Flight};
-use super::body::{Body, Reason, Relay};
+use super::body::{Body, Progress, Reason, Relay};
 use super::rule::{Demand, Refusal, Rule};
 use super::tell::Tell;
 use hyper::body::{Body as _, Bytes, Incoming};
@@ -149,8 +149,8 @@ impl Gate {
         flight: Option<Flight>,
     ) -> Result<Response<Body>, Word> {
         let (parts, body) = request.into_parts();
-        let (sender, progress) = watch::channel(Instant::now());
         let bodiless = body.is_end_stream();
+        let (sender, progress) = watch::channel(Progress { last: Instant::now(), ended: bodiless });
         let mut upload = Relay::new(body, flight.clone().filter(|_| !bodiless), self.max_body, self.patience);
         if !bodiless {
             upload = upload.telling(sender);
@@ -275,10 +275,12 @@ async fn maybe(future: Option<impl Future<Output = ()>>) {
     }
 }
 
-/// Resolves when nothing has happened for so long.
-async fn overdue(progress: watch::Receiver<Instant>, patience: Duration) {
+/// Resolves when nothing has happened for so long. While a body is on its way it watches over that itself; but not when it is the upstream
+/// that does not take it.
+async fn overdue(progress: watch::Receiver<Progress>, patience: Duration) {
     loop {
-        let due = *progress.borrow() + patience;
+        let now = *progress.borrow();
+        let due = now.last + if now.ended { patience } else { patience * 2 };
         if due <= Instant::now() {
             return;
         }

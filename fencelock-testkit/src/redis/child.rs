@@ -20,11 +20,11 @@ static STARTER: LazyLock<Mutex<mpsc::Sender<Order>>> = LazyLock::new(|| {
 
 /// A running program. It is killed when this is dropped.
 #[derive(Debug)]
-pub(super) struct Program(Child);
+pub(crate) struct Program(Child);
 
 impl Program {
     /// Starts a program by its name or path. `NotFound` when there is none.
-    pub(super) fn start(program: &str, arguments: &[&str]) -> io::Result<Self> {
+    pub(crate) fn start(program: &str, arguments: &[&str]) -> io::Result<Self> {
         let path = find(program).ok_or(io::ErrorKind::NotFound)?;
         // Linux only: setpriv asks the kernel to kill the program with its parent, and becomes the program.
         let mut command = if cfg!(target_os = "linux") {
@@ -41,23 +41,23 @@ impl Program {
         told.recv().map_err(io::Error::other)?.map(Self)
     }
 
-    pub(super) fn id(&self) -> u32 {
+    pub(crate) fn id(&self) -> u32 {
         self.0.id()
     }
 
-    pub(super) fn signal(&self, signal: Signal) {
+    pub(crate) fn signal(&self, signal: Signal) {
         let id = i32::try_from(self.0.id()).expect("a process id is small");
         let id = Pid::from_raw(id).expect("a process id is not 0");
         kill_process(id, signal).expect("the program has not been waited for");
     }
 
     /// The status, if it has ended by itself.
-    pub(super) fn ended(&mut self) -> Option<ExitStatus> {
+    pub(crate) fn ended(&mut self) -> Option<ExitStatus> {
         self.0.try_wait().expect("a child can be waited for")
     }
 
     /// Waits until it has ended.
-    pub(super) fn wait(mut self) {
+    pub(crate) fn wait(mut self) {
         self.0.wait().expect("a child can be waited for");
     }
 }

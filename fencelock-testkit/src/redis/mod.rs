@@ -1,7 +1,7 @@
 //! Real Redis servers for tests: each on a port of its own, in a directory of its own, gone with the test.
 
-mod certificate;
-mod child;
+pub(crate) mod certificate;
+pub(crate) mod child;
 
 use crate::Subject;
 use ::redis::FromRedisValue;

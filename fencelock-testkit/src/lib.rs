@@ -8,7 +8,9 @@
 //! | [`torture`] | processes that hammer an engine under the eyes of the checker; `fencelock torture` |
 //! | [`sabotage`] | engines that break one promise each: they prove that suite and checker can fail |
 //! | [`redis`] | real Redis servers, which can be stopped, killed and started again |
+//! | [`mysql`] | real MariaDB or MySQL servers |
 //! | [`postgres`] | real PostgreSQL servers, and PgBouncer |
+//! | [`sql`] | what tests need of a database, whichever it is |
 //! | [`proxy`] | the network between a client and a server, with faults |
 //! | [`measure`] | throughput and latency; `fencelock bench` |
 //! | `lost_update` | writers that are stopped past their lease, with a fence and without (feature `lost-update`) |
@@ -25,6 +27,7 @@ pub mod kind;
 #[cfg(feature = "lost-update")]
 pub mod lost_update;
 pub mod measure;
+pub mod mysql;
 pub mod postgres;
 pub mod probe;
 pub mod proxy;
@@ -33,6 +36,7 @@ pub mod relay;
 pub mod rng;
 pub mod sabotage;
 pub mod scripted;
+pub mod sql;
 pub mod stepped;
 pub mod subject;
 pub mod torture;

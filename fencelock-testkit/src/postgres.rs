@@ -1,10 +1,11 @@
 //! Real PostgreSQL servers for tests: each on a port of its own, in a directory of its own, gone with the test.
 
 use crate::Subject;
+use crate::sql::{SqlBase, SqlServer};
 use crate::daemon::{Directory, User};
 use crate::redis::child::Program;
 use crate::redis::{certificate, free_port};
-use fencelock::{Client, connect};
+use fencelock::connect;
 use rustix::process::Signal;
 use std::fmt::Write as _;
 use std::ops::Deref;
@@ -46,7 +47,7 @@ impl PostgresOptions {
         self
     }
 
-    /// Writes every statement of every client into its log; see [`PostgresServer::statements`].
+    /// Writes every statement of every client into its log; see [`SqlServer::statements`].
     #[must_use]
     pub fn telling(self) -> Self {
         self.set("log_statement", "all").set("log_line_prefix", "<%a> ")
@@ -194,17 +195,12 @@ impl PostgresServer {
     }
 
     /// How many statements of fencelock the log tells of that contain this text.
-    pub fn statements(&self, text: &str) -> usize {
+    fn told(&self, text: &str) -> usize {
         let log = self.log();
         let sent = |line: &&str| {
             line.starts_with("<fencelock> LOG:  statement: ") || line.starts_with("<fencelock> LOG:  execute ")
         };
         log.lines().filter(sent).filter(|line| line.contains(text)).count()
-    }
-
-    /// Its port.
-    pub fn port(&self) -> u16 {
-        self.port
     }
 
     /// Where clients connect to.
@@ -220,14 +216,6 @@ impl PostgresServer {
     /// Where clients connect to with TLS.
     pub fn tls_url(&self) -> String {
         format!("{}?ca={}/ca.pem", self.url(), self.data())
-    }
-
-    /// A client of its own, as another program would have it.
-    ///
-    /// # Panics
-    /// When the server does not let it in.
-    pub async fn client(&self) -> Client {
-        connect(self.url()).await.expect("the server can be used")
     }
 
     /// Runs SQL as the superuser, and returns the rows of all its statements as texts.
@@ -252,14 +240,6 @@ impl PostgresServer {
         std::thread::scope(|scope| scope.spawn(|| ask(&config, sql)).join().expect("asking does not panic"))
     }
 
-    /// Ends it on the spot, as `kill -9` does.
-    ///
-    /// # Panics
-    /// When it does not run.
-    pub fn kill(&mut self) {
-        drop(self.program.take().expect("the server runs"));
-    }
-
     /// Lets it end in an orderly way, without waiting for clients.
     ///
     /// # Panics
@@ -270,11 +250,7 @@ impl PostgresServer {
         program.wait();
     }
 
-    /// Starts it again on the same port, with the data that it kept, and waits until it serves.
-    ///
-    /// # Panics
-    /// When it cannot be started.
-    pub fn start_again(&mut self) {
+    fn restart(&mut self) {
         let until = Instant::now() + PATIENCE;
         loop {
             self.launch();
@@ -372,6 +348,96 @@ impl Drop for PostgresDatabase {
             std::thread::sleep(Duration::from_millis(5));
         }
         let _ = shared().try_ask("postgres", &format!("DROP DATABASE {} WITH (FORCE)", self.name));
+    }
+}
+
+fn connections(server: &PostgresServer, database: &str, what: &str) -> String {
+    let rows = server.ask(
+        "postgres",
+        &format!("SELECT {what} FROM pg_stat_activity WHERE datname = '{database}' AND application_name = 'fencelock'"),
+    );
+    rows[0][0].clone()
+}
+
+impl SqlBase for PostgresDatabase {
+    fn make() -> Self {
+        Self::new()
+    }
+
+    fn port(&self) -> u16 {
+        shared().port
+    }
+
+    fn url_through(&self, port: u16) -> String {
+        format!("postgres://postgres@127.0.0.1:{port}/{}", self.name)
+    }
+
+    fn table(&self, name: &str) -> String {
+        format!("fencelock.{name}")
+    }
+
+    fn sql(&self, sql: &str) -> Vec<Vec<String>> {
+        self.ask(sql)
+    }
+
+    fn nap(seconds: f64) -> String {
+        format!("SELECT pg_sleep({seconds})")
+    }
+
+    fn connections(&self) -> usize {
+        connections(shared(), &self.name, "count(*)").parse().expect("a number")
+    }
+
+    fn cut_connections(&self) {
+        connections(shared(), &self.name, "count(pg_terminate_backend(pid))");
+    }
+}
+
+impl SqlBase for PostgresServer {
+    fn make() -> Self {
+        Self::options().telling().start()
+    }
+
+    fn port(&self) -> u16 {
+        self.port
+    }
+
+    fn url_through(&self, port: u16) -> String {
+        format!("postgres://postgres@127.0.0.1:{port}/postgres")
+    }
+
+    fn table(&self, name: &str) -> String {
+        format!("fencelock.{name}")
+    }
+
+    fn sql(&self, sql: &str) -> Vec<Vec<String>> {
+        self.ask("postgres", sql)
+    }
+
+    fn nap(seconds: f64) -> String {
+        format!("SELECT pg_sleep({seconds})")
+    }
+
+    fn connections(&self) -> usize {
+        connections(self, "postgres", "count(*)").parse().expect("a number")
+    }
+
+    fn cut_connections(&self) {
+        connections(self, "postgres", "count(pg_terminate_backend(pid))");
+    }
+}
+
+impl SqlServer for PostgresServer {
+    fn kill(&mut self) {
+        drop(self.program.take().expect("the server runs"));
+    }
+
+    fn start_again(&mut self) {
+        self.restart();
+    }
+
+    fn statements(&self) -> (usize, usize) {
+        (self.told("fencelock.act"), self.told(""))
     }
 }
 

@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use fencelock_testkit::lost_update::{Plan, run};
+use fencelock_testkit::mysql::MysqlServer;
 use fencelock_testkit::postgres::PostgresServer;
 use fencelock_testkit::redis::RedisServer;
 use tokio::sync::Mutex;
@@ -49,4 +50,10 @@ async fn redis() {
 async fn file() {
     let dir = tempfile::tempdir().unwrap();
     experiment("file", &format!("file:{}", dir.path().join("number").display())).await;
+}
+
+#[tokio::test]
+async fn mysql() {
+    let server = MysqlServer::start();
+    experiment("MariaDB", &server.url()).await;
 }

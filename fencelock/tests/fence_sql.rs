@@ -5,6 +5,7 @@
 use fencelock::fence::Retry;
 use fencelock::fence::sql::{Guard, mysql, postgres, sqlite};
 use fencelock::{ErrorKind, Owner, Result, Token};
+use fencelock_testkit::mysql::MysqlServer;
 use fencelock_testkit::postgres::PostgresServer;
 use mysql_async::prelude::Queryable;
 use rusqlite::types::Value;
@@ -165,13 +166,13 @@ impl Connection for tokio_postgres::Client {
 // --- MySQL
 
 #[derive(Clone)]
-struct MySql(String);
+struct MySql(Arc<MysqlServer>);
 
 impl Database for MySql {
     type Connection = mysql_async::Conn;
 
     async fn connect(&self) -> mysql_async::Conn {
-        mysql_async::Conn::from_url(&self.0).await.unwrap()
+        mysql_async::Conn::from_url(self.0.url()).await.unwrap()
     }
 }
 
@@ -409,4 +410,9 @@ async fn on_sqlite() {
 #[tokio::test]
 async fn on_postgres() {
     all(Postgres(Arc::new(PostgresServer::start()))).await;
+}
+
+#[tokio::test]
+async fn on_mysql() {
+    all(MySql(Arc::new(MysqlServer::start()))).await;
 }

@@ -84,10 +84,8 @@ async fn upstream() {
 
 async fn keep(request: Request<Incoming>) -> Result<Response<String>, Infallible> {
     let mut body = request.into_body();
-    while let Some(Ok(_)) = std::future::poll_fn(|cx| {
-        hyper::body::Body::poll_frame(std::pin::Pin::new(&mut body), cx)
-    })
-    .await
+    while let Some(Ok(_)) =
+        std::future::poll_fn(|cx| hyper::body::Body::poll_frame(std::pin::Pin::new(&mut body), cx)).await
     {}
     Ok(Response::new("kept".to_owned()))
 }

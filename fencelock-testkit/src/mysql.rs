@@ -92,7 +92,8 @@ impl MysqlServer {
         let dir = Directory::new("fencelock-mysql-", USER);
         let (data, temporary) =
             (format!("--datadir={}/data", dir.path().display()), format!("--tmpdir={}", dir.path().display()));
-        let arguments = ["--no-defaults", &data, &temporary, "--auth-root-authentication-method=normal", "--skip-test-db"];
+        let arguments =
+            ["--no-defaults", &data, &temporary, "--auth-root-authentication-method=normal", "--skip-test-db"];
         USER.run(&program("mariadb-install-db"), &arguments, dir.path());
         std::fs::write(dir.path().join("users.sql"), USERS).expect("the directory can be written to");
         let mut arguments = options.arguments.clone();
@@ -211,7 +212,8 @@ impl MysqlServer {
     }
 
     fn clients(&self, database: &str) -> Vec<String> {
-        let sql = format!("SELECT id FROM information_schema.processlist WHERE user = 'fencelock' AND db = '{database}'");
+        let sql =
+            format!("SELECT id FROM information_schema.processlist WHERE user = 'fencelock' AND db = '{database}'");
         self.ask("", &sql).into_iter().map(|mut row| row.remove(0)).collect()
     }
 

@@ -1,10 +1,10 @@
 //! Real PostgreSQL servers for tests: each on a port of its own, in a directory of its own, gone with the test.
 
 use crate::Subject;
-use crate::sql::{SqlBase, SqlServer};
 use crate::daemon::{Directory, User};
 use crate::redis::child::Program;
 use crate::redis::{certificate, free_port};
+use crate::sql::{SqlBase, SqlServer};
 use fencelock::connect;
 use rustix::process::Signal;
 use std::fmt::Write as _;
@@ -494,7 +494,8 @@ impl PgBouncer {
         let path = dir.path().join("pgbouncer.ini");
         std::fs::write(&path, text).expect("the directory can be written to");
         USER.own(dir.path());
-        let bouncer = ["/usr/sbin/pgbouncer", "/usr/bin/pgbouncer"].into_iter().find(|path| PathBuf::from(path).is_file());
+        let bouncer =
+            ["/usr/sbin/pgbouncer", "/usr/bin/pgbouncer"].into_iter().find(|path| PathBuf::from(path).is_file());
         let started = USER.start(bouncer.unwrap_or("pgbouncer"), &[path.to_str().expect("a plain name")]);
         let program = started.unwrap_or_else(|error| panic!("pgbouncer cannot be started: {error}"));
         let until = Instant::now() + PATIENCE;

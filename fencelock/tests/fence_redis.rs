@@ -37,15 +37,16 @@ async fn any_command_goes_through_the_fence() {
     let server = RedisServer::start();
     let mut redis = connection(&server).await;
     let fence = RedisFence::new("basket").unwrap();
-    let count: i64 =
-        fence.run(&mut redis, Token::new(1), redis::cmd("INCRBY").arg("n").arg(5), &["n"]).await.unwrap();
+    let count: i64 = fence.run(&mut redis, Token::new(1), redis::cmd("INCRBY").arg("n").arg(5), &["n"]).await.unwrap();
     assert_eq!(count, 5);
-    let none: Option<String> = fence.run(&mut redis, Token::new(1), redis::cmd("GET").arg("missing"), &["missing"]).await.unwrap();
+    let none: Option<String> =
+        fence.run(&mut redis, Token::new(1), redis::cmd("GET").arg("missing"), &["missing"]).await.unwrap();
     assert_eq!(none, None);
     let mut write = redis::cmd("HSET");
     write.arg("h").arg("bytes").arg(&[0_u8, 255, 13, 10][..]);
     let _: i64 = fence.run(&mut redis, Token::new(2), &write, &["h"]).await.unwrap();
-    let kept: Vec<u8> = fence.run(&mut redis, Token::new(2), redis::cmd("HGET").arg("h").arg("bytes"), &["h"]).await.unwrap();
+    let kept: Vec<u8> =
+        fence.run(&mut redis, Token::new(2), redis::cmd("HGET").arg("h").arg("bytes"), &["h"]).await.unwrap();
     assert_eq!(kept, [0, 255, 13, 10]);
     // A command that fails changes nothing, the newest token included.
     let wrong = fence.run::<i64>(&mut redis, Token::new(7), redis::cmd("INCR").arg("h"), &["h"]).await.unwrap_err();
@@ -58,7 +59,8 @@ async fn tokens_of_all_sizes_are_compared_as_numbers() {
     let server = RedisServer::start();
     let mut redis = connection(&server).await;
     let mut dice = Rng::new(7);
-    let mut tokens: Vec<u64> = vec![0, 1, 9, 10, 99, 100, (1 << 53) - 1, 1 << 53, (1 << 53) + 1, u64::MAX - 1, u64::MAX];
+    let mut tokens: Vec<u64> =
+        vec![0, 1, 9, 10, 99, 100, (1 << 53) - 1, 1 << 53, (1 << 53) + 1, u64::MAX - 1, u64::MAX];
     tokens.extend((0..40).map(|_| dice.next_u64() >> dice.below(64)));
     tokens.sort_unstable();
     tokens.dedup();

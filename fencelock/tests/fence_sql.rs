@@ -14,7 +14,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use tempfile::TempDir;
 
-const TABLE: &str = "CREATE TABLE docs (id BIGINT PRIMARY KEY, body VARCHAR(200) NOT NULL DEFAULT '', number BIGINT NOT NULL DEFAULT 0,
+const TABLE: &str =
+    "CREATE TABLE docs (id BIGINT PRIMARY KEY, body VARCHAR(200) NOT NULL DEFAULT '', number BIGINT NOT NULL DEFAULT 0,
     fence BIGINT NOT NULL DEFAULT 0, mark VARCHAR(40), version BIGINT NOT NULL DEFAULT 0)";
 
 /// A database in which the suite runs; each makes connections of its own.
@@ -34,7 +35,8 @@ trait Connection: Send {
     async fn admit(&mut self, resource: &str, token: Token) -> Result<()>;
     async fn newest(&mut self, resource: &str) -> Result<Option<Token>>;
     fn add_one(&mut self, id: i64, retry: Retry) -> impl Future<Output = Result<()>> + Send;
-    fn guarded_add(&mut self, resource: &'static str, id: i64, token: Token) -> impl Future<Output = Result<()>> + Send;
+    fn guarded_add(&mut self, resource: &'static str, id: i64, token: Token)
+    -> impl Future<Output = Result<()>> + Send;
 }
 
 // --- SQLite
@@ -375,7 +377,9 @@ async fn the_optimistic_lock_loses_no_update(database: &impl Database) {
             tokio::task::spawn_local(async move {
                 let mut db = database.connect().await;
                 for _ in 0..10 {
-                    db.add_one(1, Retry::default().attempts(1_000).longest_pause(Duration::from_millis(20))).await.unwrap();
+                    db.add_one(1, Retry::default().attempts(1_000).longest_pause(Duration::from_millis(20)))
+                        .await
+                        .unwrap();
                     tokio::task::yield_now().await;
                 }
             })

@@ -150,11 +150,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Admission {
-    pub(crate) fn new(
-        ledger: Ledger,
-        drain: Duration,
-        cut_off: impl Fn(&str) + Send + Sync + 'static,
-    ) -> Arc<Self> {
+    pub(crate) fn new(ledger: Ledger, drain: Duration, cut_off: impl Fn(&str) + Send + Sync + 'static) -> Arc<Self> {
         let resources = Mutex::default();
         Arc::new(Self { ledger, drain, resources, forgotten: AtomicU64::new(0), cut_off: Box::new(cut_off) })
     }
@@ -316,7 +312,10 @@ mod tests {
         let old = admitted(&admission, 1).await;
         let also_old = admitted(&admission, 1).await;
         let mut newer = Box::pin(admission.ask("r", 2));
-        assert!(tokio::time::timeout(Duration::from_millis(50), &mut newer).await.is_err(), "the old ones are not over");
+        assert!(
+            tokio::time::timeout(Duration::from_millis(50), &mut newer).await.is_err(),
+            "the old ones are not over"
+        );
         assert!(matches!(admission.ask("r", 1).await, Answer::Old { newest: 2 }), "it is announced");
         drop(old);
         assert!(tokio::time::timeout(Duration::from_millis(50), &mut newer).await.is_err(), "one is not over");

@@ -201,6 +201,8 @@ impl Drop for Relay {
         }
         let (Ok(runtime), Some(inner)) = (tokio::runtime::Handle::try_current(), self.inner.take()) else { return };
         let mut rest = Relay::new(inner, self.flight.take(), u64::MAX, self.patience);
-        runtime.spawn(async move { while let Some(Ok(_)) = std::future::poll_fn(|cx| Pin::new(&mut rest).poll_frame(cx)).await {} });
+        runtime.spawn(async move {
+            while let Some(Ok(_)) = std::future::poll_fn(|cx| Pin::new(&mut rest).poll_frame(cx)).await {}
+        });
     }
 }

@@ -3,7 +3,9 @@
 //! One thread writes. What comes in while it flushes is flushed together, once: many new tokens cost few flushes, and a token that was
 //! seen before costs none.
 
-use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, ReadableTableMetadata, TableDefinition, TableError};
+use redb::{
+    Database, DatabaseError, ReadableDatabase, ReadableTable, ReadableTableMetadata, TableDefinition, TableError,
+};
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Arc, mpsc};
@@ -35,7 +37,9 @@ impl Ledger {
         }
         let store = Database::create(path).map_err(|error| match error {
             DatabaseError::DatabaseAlreadyOpen => {
-                format!("{shown} is in use by another gate; give each gate a --store of its own, and each upstream one gate")
+                format!(
+                    "{shown} is in use by another gate; give each gate a --store of its own, and each upstream one gate"
+                )
             }
             error => format!("cannot use the store {shown}: {error}; check the path and its permissions"),
         })?;

@@ -115,7 +115,11 @@ fn parse_upstream(text: &str) -> Result<Upstream, Failure> {
 }
 
 fn parse_prefix(text: &str) -> Result<String, String> {
-    if text.starts_with('/') { Ok(canonical(text)) } else { Err("a path prefix starts with a slash, as /v1".to_owned()) }
+    if text.starts_with('/') {
+        Ok(canonical(text))
+    } else {
+        Err("a path prefix starts with a slash, as /v1".to_owned())
+    }
 }
 
 fn parse_size(text: &str) -> Result<u64, String> {
@@ -181,7 +185,8 @@ fn default_store(upstream: &Upstream) -> Result<PathBuf, Failure> {
     let state = set("XDG_STATE_HOME").or_else(|| set("HOME").map(|home| home.join(".local/state")));
     let state = state.ok_or_else(|| Failure::usage("neither HOME nor XDG_STATE_HOME is set; give --store FILE"))?;
     let plain = |c: char| if c.is_ascii_alphanumeric() || c == '.' || c == '-' { c } else { '_' };
-    let name: String = format!("{}-{}{}", upstream.scheme, upstream.authority, upstream.base).chars().map(plain).collect();
+    let name: String =
+        format!("{}-{}{}", upstream.scheme, upstream.authority, upstream.base).chars().map(plain).collect();
     Ok(state.join("fencelock").join(format!("gate-{name}.redb")))
 }
 

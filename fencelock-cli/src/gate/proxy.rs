@@ -103,7 +103,11 @@ impl Gate {
         let exchange = tokio::spawn(async move { gate.exchange(request, peer, flight).await });
         match exchange.await {
             Ok(outcome) => outcome,
-            Err(_) => Err(Word::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", "the gate failed; the outcome is not known")),
+            Err(_) => Err(Word::new(
+                StatusCode::INTERNAL_SERVER_ERROR,
+                "internal",
+                "the gate failed; the outcome is not known",
+            )),
         }
     }
 
@@ -131,7 +135,9 @@ impl Gate {
                 ..Word::new(
                     StatusCode::PRECONDITION_FAILED,
                     "fenced",
-                    format!("{resource} refused token {token}: it has seen the newer token {newest}, so this lock was lost; nothing was done"),
+                    format!(
+                        "{resource} refused token {token}: it has seen the newer token {newest}, so this lock was lost; nothing was done"
+                    ),
                 )
             }),
             Answer::NotKept(error) => {
@@ -176,9 +182,11 @@ impl Gate {
             (Err(_), Some(Reason::Stalled)) => {
                 Err(Word::new(StatusCode::REQUEST_TIMEOUT, "stalled", "the body stalled for longer than --timeout"))
             }
-            (Err(_), Some(Reason::Broken)) => {
-                Err(Word::new(StatusCode::BAD_REQUEST, "broken", "the body broke off; the upstream did not get all of it"))
-            }
+            (Err(_), Some(Reason::Broken)) => Err(Word::new(
+                StatusCode::BAD_REQUEST,
+                "broken",
+                "the body broke off; the upstream did not get all of it",
+            )),
             (Err(_), Some(Reason::Cut)) => Err(cut_off()),
             (outcome, _) => outcome,
         };

@@ -93,12 +93,15 @@ impl Rule {
                 Ok(format!("/{}", parts.join("/")))
             }
             Resource::Header(name) => {
-                let value = single(headers, name)?
-                    .ok_or_else(|| Refusal::Malformed(format!("the header {name}, which names the resource, is missing")))?;
+                let value = single(headers, name)?.ok_or_else(|| {
+                    Refusal::Malformed(format!("the header {name}, which names the resource, is missing"))
+                })?;
                 let text = std::str::from_utf8(value.as_bytes()).unwrap_or_default().trim();
                 match text.len() {
                     1..=NAME_MAX => Ok(text.to_owned()),
-                    _ => Err(Refusal::Malformed(format!("the header {name} must name the resource in 1 to {NAME_MAX} bytes of UTF-8"))),
+                    _ => Err(Refusal::Malformed(format!(
+                        "the header {name} must name the resource in 1 to {NAME_MAX} bytes of UTF-8"
+                    ))),
                 }
             }
         }
@@ -130,7 +133,10 @@ fn token(headers: &HeaderMap, name: &HeaderName) -> Result<Option<u64>, Refusal>
         && (digits[0] != b'0' || digits.len() == 1);
     let number = std::str::from_utf8(digits).ok().filter(|_| plain).and_then(|digits| digits.parse().ok());
     number.map(Some).ok_or_else(|| {
-        Refusal::Malformed(format!("the header {name} must be a whole number from 0 to {}, in decimal digits", u64::MAX))
+        Refusal::Malformed(format!(
+            "the header {name} must be a whole number from 0 to {}, in decimal digits",
+            u64::MAX
+        ))
     })
 }
 
@@ -214,9 +220,23 @@ mod tests {
             assert_eq!(demand, Ok(Demand::Token { resource: "*".into(), token }));
         }
         let huge = "9".repeat(10_000);
-        for bad in
-            ["", " ", "-1", "+1", "1.5", "0x10", "1e3", "01", "18446744073709551616", "99999999999999999999", "1,2", "1 2", "٣", "abc", &huge]
-        {
+        for bad in [
+            "",
+            " ",
+            "-1",
+            "+1",
+            "1.5",
+            "0x10",
+            "1e3",
+            "01",
+            "18446744073709551616",
+            "99999999999999999999",
+            "1,2",
+            "1 2",
+            "٣",
+            "abc",
+            &huge,
+        ] {
             let demand = ask(&rule, &Method::PUT, "/x", &[("fencing-token", bad)]);
             assert!(matches!(demand, Err(Refusal::Malformed(_))), "{bad:.30}: {demand:?}");
         }
@@ -227,9 +247,19 @@ mod tests {
 
     #[test]
     fn one_path_is_one_resource_however_it_is_spelled() {
-        for spelling in
-            ["/a/b", "/a/b/", "//a///b", "/a/./b", "/a/x/../b", "/%61/b", "/a%2Fb", "/a%252fb", "/../a/b", "/a/%2e/b", "/a\\b"]
-        {
+        for spelling in [
+            "/a/b",
+            "/a/b/",
+            "//a///b",
+            "/a/./b",
+            "/a/x/../b",
+            "/%61/b",
+            "/a%2Fb",
+            "/a%252fb",
+            "/../a/b",
+            "/a/%2e/b",
+            "/a\\b",
+        ] {
             assert_eq!(canonical(spelling), "/a/b", "{spelling}");
         }
         assert_eq!(canonical("/"), "/");

@@ -37,7 +37,8 @@ impl Tell {
                         continue;
                     }
                 };
-                let _ = if json { writeln!(std::io::stdout(), "{line}") } else { writeln!(std::io::stderr(), "{line}") };
+                let _ =
+                    if json { writeln!(std::io::stdout(), "{line}") } else { writeln!(std::io::stderr(), "{line}") };
             }
         });
         Self { json, quiet, verbose, lines }
@@ -83,8 +84,7 @@ impl Tell {
 
     pub(crate) fn refused(&self, method: &Method, path: &str, status: StatusCode, code: &str, why: &str) {
         let text = format!("{method} {path}: {} {why}", status.as_u16());
-        let fields =
-            json!({ "method": method.as_str(), "path": path, "status": status.as_u16(), "error": code, "message": why });
+        let fields = json!({ "method": method.as_str(), "path": path, "status": status.as_u16(), "error": code, "message": why });
         self.say("refused", &text, fields);
     }
 

@@ -35,7 +35,9 @@ fn no_token_is_428_and_a_malformed_one_400() {
     assert_eq!(place.send("PUT", "/a", None, b"x").status, 428);
     assert_eq!(place.send("GET", "/a", None, b"").status, 428);
     let huge = "9".repeat(5_000);
-    for bad in ["-1", "+1", "", "abc", "1.0", "0x1", "18446744073709551616", "99999999999999999999999", "1, 2", "01", &huge] {
+    for bad in
+        ["-1", "+1", "", "abc", "1.0", "0x1", "18446744073709551616", "99999999999999999999999", "1, 2", "01", &huge]
+    {
         let reply = place.send("PUT", "/a", Some(bad), b"x");
         assert_eq!(reply.status, 400, "{bad:.30}: {}", reply.text());
     }
@@ -85,7 +87,11 @@ fn kill_9_loses_no_token_that_was_let_in() {
             let kept = place.upstream.value(&format!("/{writer}")).unwrap();
             let kept: u64 = String::from_utf8(kept).unwrap().parse().unwrap();
             assert!(kept >= newest);
-            assert_eq!(place.put(&format!("/{writer}"), kept - 1, "old").status, 412, "round {round}: {kept} was forgotten");
+            assert_eq!(
+                place.put(&format!("/{writer}"), kept - 1, "old").status,
+                412,
+                "round {round}: {kept} was forgotten"
+            );
         }
     }
 }
@@ -123,7 +129,8 @@ fn a_client_that_went_away_is_waited_for_like_any_other() {
     until("the old request at the upstream", || (place.upstream.seen().len() == 1).then_some(()));
     drop(old);
     let address = place.gate.address.clone();
-    let newer = std::thread::spawn(move || web::send(&address, "PUT", "/a", &[("Fencing-Token", "2")], b"two").unwrap());
+    let newer =
+        std::thread::spawn(move || web::send(&address, "PUT", "/a", &[("Fencing-Token", "2")], b"two").unwrap());
     until("the newer one's announcement", || (place.put("/a", 0, "zero").text().contains("token 2")).then_some(()));
     // The upstream is still at work on the old one: whoever goes by the client's connection lets the newer one pass here.
     std::thread::sleep(std::time::Duration::from_millis(200));
@@ -165,7 +172,10 @@ fn bodies_stream_both_ways_and_have_a_limit() {
     let mut stream = web::begin(&place.gate.address, "PUT", "/b", &[("Fencing-Token", "1")], None).unwrap();
     let chunk = vec![b'z'; 1 << 20];
     for _ in 0..9 {
-        let written = stream.write_all(b"100000\r\n").and_then(|()| stream.write_all(&chunk)).and_then(|()| stream.write_all(b"\r\n"));
+        let written = stream
+            .write_all(b"100000\r\n")
+            .and_then(|()| stream.write_all(&chunk))
+            .and_then(|()| stream.write_all(b"\r\n"));
         if written.is_err() {
             break;
         }
@@ -270,7 +280,8 @@ fn the_gate_ends_when_requests_have_come_to_their_end() {
     let mut place = Place::new(&[]);
     place.upstream.hold("/a");
     let address = place.gate.address.clone();
-    let under_way = std::thread::spawn(move || web::send(&address, "PUT", "/a", &[("Fencing-Token", "1")], b"x").unwrap());
+    let under_way =
+        std::thread::spawn(move || web::send(&address, "PUT", "/a", &[("Fencing-Token", "1")], b"x").unwrap());
     until("the request at the upstream", || (place.upstream.seen().len() == 1).then_some(()));
     place.gate.signal(Signal::TERM);
     place.gate.says("ending");
@@ -339,7 +350,12 @@ fn bad_input_is_refused_in_one_line() {
 #[test]
 fn nonsense_on_the_wire_does_no_harm() {
     let place = Place::new(&[]);
-    for nonsense in [&b"\x16\x03\x01\x02\x00\x01\x00"[..], b"GET\r\n\r\n", b"PUT /a HTTP/1.1\r\nContent-Length: -5\r\n\r\n", b"\0\0\0\0\r\n\r\n"] {
+    for nonsense in [
+        &b"\x16\x03\x01\x02\x00\x01\x00"[..],
+        b"GET\r\n\r\n",
+        b"PUT /a HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+        b"\0\0\0\0\r\n\r\n",
+    ] {
         let mut stream = std::net::TcpStream::connect(&place.gate.address).unwrap();
         stream.set_read_timeout(Some(harness::DEADLINE)).unwrap();
         stream.write_all(nonsense).unwrap();

@@ -35,7 +35,8 @@ pub enum Resource {
 }
 
 const KEY: &str = "lost-update:number";
-const TABLE: &str = "CREATE TABLE IF NOT EXISTS lost_update (id INTEGER PRIMARY KEY, number BIGINT NOT NULL, fence BIGINT NOT NULL)";
+const TABLE: &str =
+    "CREATE TABLE IF NOT EXISTS lost_update (id INTEGER PRIMARY KEY, number BIGINT NOT NULL, fence BIGINT NOT NULL)";
 const READ: &str = "SELECT number FROM lost_update WHERE id = 1";
 
 impl Resource {
@@ -81,7 +82,9 @@ impl Resource {
         let insert = "INSERT INTO lost_update VALUES (1, 0, 0)";
         match self {
             Resource::Sqlite(db) => db.execute_batch(&format!("{TABLE}; {clear}; {insert}")).expect("it is made"),
-            Resource::Postgres(db) => db.batch_execute(&format!("{TABLE}; {clear}; {insert}")).await.expect("it is made"),
+            Resource::Postgres(db) => {
+                db.batch_execute(&format!("{TABLE}; {clear}; {insert}")).await.expect("it is made")
+            }
             Resource::MySql(db) => {
                 for statement in [TABLE, clear, insert] {
                     db.query_drop(statement).await.expect("it is made");
@@ -211,9 +214,8 @@ fn failed(error: impl std::error::Error + Send + Sync + 'static) -> Error {
 fn request(address: &str, method: &str, path: &str, held: Option<Held>, body: &[u8]) -> Result<Vec<u8>> {
     let token = held.map(|held| held.token.to_string());
     let headers: Vec<(&str, &str)> = token.iter().map(|token| ("Fencing-Token", token.as_str())).collect();
-    let reply = web::send(address, method, path, &headers, body).map_err(|error| {
-        Error::new(ErrorKind::Ambiguous, "the connection broke").caused_by(error)
-    })?;
+    let reply = web::send(address, method, path, &headers, body)
+        .map_err(|error| Error::new(ErrorKind::Ambiguous, "the connection broke").caused_by(error))?;
     match reply.status {
         200 | 404 => Ok(reply.body),
         412 => Err(Error::new(ErrorKind::Fenced, reply.text())),

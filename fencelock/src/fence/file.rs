@@ -169,7 +169,10 @@ impl FencedFile {
         work().map_err(|trouble| match trouble {
             Trouble::Told(error) => error,
             Trouble::System(error) => {
-                let text = format!("{} cannot be used; check that it, and files beside it, can be written", self.path.display());
+                let text = format!(
+                    "{} cannot be used; check that it, and files beside it, can be written",
+                    self.path.display()
+                );
                 Error::new(ErrorKind::Engine, text).caused_by(error).during(what)
             }
         })
@@ -371,8 +374,7 @@ impl Record {
     fn encode(&self) -> [u8; RECORD] {
         let mut bytes = [0; RECORD];
         bytes[..8].copy_from_slice(MAGIC);
-        let words =
-            [self.number, self.token, self.plan.inode, self.plan.from, self.plan.length, self.plan.sum];
+        let words = [self.number, self.token, self.plan.inode, self.plan.from, self.plan.length, self.plan.sum];
         for (place, word) in bytes[8..].chunks_exact_mut(8).zip(words) {
             place.copy_from_slice(&word.to_le_bytes());
         }
@@ -411,7 +413,10 @@ impl Beside {
         let record = PLACES.into_iter().filter_map(at).max_by_key(|record| record.number);
         if record.is_none() && bytes.len() >= RECORD && bytes.iter().any(|byte| *byte != 0) {
             // A first record that was torn is shorter, or all zero; this is something else, and forgetting a token is not safe.
-            return Err(io::Error::new(Io::InvalidData, "the file beside it that keeps the token is damaged; restore it, or remove it when no old holder can be left"));
+            return Err(io::Error::new(
+                Io::InvalidData,
+                "the file beside it that keeps the token is damaged; restore it, or remove it when no old holder can be left",
+            ));
         }
         Ok(Self { file, record: record.unwrap_or_default() })
     }

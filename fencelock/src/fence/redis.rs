@@ -125,11 +125,12 @@ impl RedisFence {
         for word in command.into_iter().flat_map(Cmd::args_iter) {
             match word {
                 Arg::Simple(word) => _ = call.arg(word),
-                _ => return Err(Error::invalid("a command that goes through a fence has no cursor; use its plain form")),
+                _ => {
+                    return Err(Error::invalid("a command that goes through a fence has no cursor; use its plain form"));
+                }
             }
         }
-        let (done, answer): (bool, Value) =
-            call.invoke_async(connection).await.map_err(|error| self.explain(error))?;
+        let (done, answer): (bool, Value) = call.invoke_async(connection).await.map_err(|error| self.explain(error))?;
         if done {
             return T::from_redis_value(answer).map_err(|error| self.explain(error.into()));
         }
@@ -146,7 +147,10 @@ impl RedisFence {
 fn explain(resource: &str, error: RedisError) -> Error {
     let broken = error.is_io_error() || error.is_connection_dropped() || error.is_timeout();
     let (kind, text) = if broken {
-        (ErrorKind::Ambiguous, "no answer was seen; the command may have been carried out, so ask again before going on")
+        (
+            ErrorKind::Ambiguous,
+            "no answer was seen; the command may have been carried out, so ask again before going on",
+        )
     } else {
         (ErrorKind::Engine, "Redis answered with an error; nothing was changed")
     };

@@ -107,7 +107,8 @@ impl<P: Clone> Row<P> {
     /// With an empty `set` it only shows the token.
     pub fn update(&self, dialect: Dialect, set: &str, params: &[P], token: P) -> Statement<P> {
         let fence = &self.fence;
-        let extra = Extra { value: token, cast: "bigint", assign: Some(fence), compare: &format!("COALESCE({fence}, 0) <=") };
+        let extra =
+            Extra { value: token, cast: "bigint", assign: Some(fence), compare: &format!("COALESCE({fence}, 0) <=") };
         self.change(dialect, set, params, &extra)
     }
 
@@ -353,7 +354,10 @@ mod tests {
     fn each_dialect_gets_its_placeholders_in_order() {
         let row = Row::new("t", "id = ? OR 1 = 0", &["id"]);
         let update = row.update(Dialect::MySql, "a = ?, b = ?", &["a", "b"], "7");
-        assert_eq!(update.sql, "UPDATE t SET a = ?, b = ?, fence = ? WHERE (id = ? OR 1 = 0) AND COALESCE(fence, 0) <= ?");
+        assert_eq!(
+            update.sql,
+            "UPDATE t SET a = ?, b = ?, fence = ? WHERE (id = ? OR 1 = 0) AND COALESCE(fence, 0) <= ?"
+        );
         assert_eq!(update.params, ["a", "b", "7", "id", "7"]);
         let raise = row.clone().fence_column("f").update(Dialect::Sqlite, "", &[], "7");
         assert_eq!(raise.sql, "UPDATE t SET f = ? WHERE (id = ? OR 1 = 0) AND COALESCE(f, 0) <= ?");

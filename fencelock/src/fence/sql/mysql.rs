@@ -190,7 +190,8 @@ async fn column<T: FromValue>(connection: &mut impl Queryable, statement: &State
 
 fn value<T: FromValue>(row: &mysql_async::Row, index: usize) -> Result<T> {
     let value = row.get_opt::<T, _>(index).and_then(std::result::Result::ok);
-    value.ok_or_else(|| Error::invalid("a column of the fence holds something else; it must be BIGINT, a mark CHAR(32)"))
+    value
+        .ok_or_else(|| Error::invalid("a column of the fence holds something else; it must be BIGINT, a mark CHAR(32)"))
 }
 
 fn explain(error: mysql_async::Error) -> Error {

@@ -196,7 +196,10 @@ fn column<'a, T: tokio_postgres::types::FromSql<'a>>(rows: &'a [tokio_postgres::
 }
 
 fn explain(error: tokio_postgres::Error) -> Error {
-    if error.is_closed() || error.as_db_error().is_none() && std::error::Error::source(&error).is_some_and(|source| source.is::<std::io::Error>()) {
+    if error.is_closed()
+        || error.as_db_error().is_none()
+            && std::error::Error::source(&error).is_some_and(|source| source.is::<std::io::Error>())
+    {
         return Error::new(
             ErrorKind::Ambiguous,
             "the connection to PostgreSQL broke; the statement may have been carried out, so look before going on",

@@ -53,7 +53,9 @@ pub fn write(
     let token_number = number(token)?;
     let update = row.update(DIALECT, set, params, &token_number);
     for _ in 0..TRIES {
-        if !row.must_look(execute(connection, &update)?)? || row.judge(&all(connection, &row.seen(DIALECT))?, token, false)? {
+        if !row.must_look(execute(connection, &update)?)?
+            || row.judge(&all(connection, &row.seen(DIALECT))?, token, false)?
+        {
             return Ok(());
         }
     }
@@ -170,7 +172,10 @@ fn execute(connection: &Connection, statement: &Statement<Param<'_>>) -> Result<
     Ok(changed as u64)
 }
 
-fn all<T: rusqlite::types::FromSql>(connection: &Connection, statement: &Statement<Param<'_>>) -> Result<Vec<Option<T>>> {
+fn all<T: rusqlite::types::FromSql>(
+    connection: &Connection,
+    statement: &Statement<Param<'_>>,
+) -> Result<Vec<Option<T>>> {
     let mut prepared = connection.prepare_cached(&statement.sql).map_err(explain)?;
     let rows = prepared.query_map(params_from_iter(&statement.params), |row| row.get(0)).map_err(explain)?;
     rows.collect::<rusqlite::Result<_>>().map_err(explain)

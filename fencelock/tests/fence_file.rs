@@ -10,13 +10,14 @@ use rustix::process::{Pid, Signal, kill_process};
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-/// Long enough that it can be seen while it is being written.
-const LENGTH: usize = 4 << 20;
+/// A block is long enough that it can be seen while it is being written.
+const LENGTH: usize = 1 << 20;
 
 /// The inside of a writer process: `FENCE_WRITER` holds how, where and with which token.
 #[test]
@@ -72,7 +73,15 @@ struct Writer {
 
 impl Writer {
     fn start(how: &str, path: &Path, token: u64) -> Self {
-        let mut child = Command::new(std::env::current_exe().unwrap())
+        Self::limited(how, path, token, u64::MAX)
+    }
+
+    /// A writer that the kernel kills when a file of its grows beyond this length: in the middle of a write.
+    fn limited(how: &str, path: &Path, token: u64, length: u64) -> Self {
+        let limit = if length == u64::MAX { "unlimited".to_owned() } else { length.to_string() };
+        let mut child = Command::new("prlimit")
+            .args(["--core=0", &format!("--fsize={limit}")])
+            .arg(std::env::current_exe().unwrap())
             .args(["--exact", "writer_process", "--nocapture", "--quiet"])
             .env("FENCE_WRITER", format!("{how} {} {token}", path.display()))
             .stdout(Stdio::piped())
@@ -94,6 +103,13 @@ impl Writer {
 
     fn signal(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    /// Waits until it has died, and returns the numbers of what it was told to be done.
+    fn died(mut self) -> BTreeSet<u64> {
+        let status = self.child.wait().unwrap();
+        assert!(status.signal().is_some(), "{status}");
+        self.kill()
     }
 
     /// Kills it, and returns the numbers of what it was told to be done.
@@ -123,16 +139,11 @@ fn a_writer_killed_in_the_middle_of_an_append_leaves_whole_blocks() {
     let path = dir.path().join("log");
     let file = FencedFile::new(&path).unwrap();
     let mut dice = Rng::new(3);
-    let mut before = Vec::new();
+    let mut before: Vec<(u64, u64)> = Vec::new();
     let mut torn = 0;
-    for round in 1..=20_u64 {
-        let writer = Writer::start("append", &path, round);
-        let mut done: BTreeSet<u64> = [writer.next().strip_prefix("done ").unwrap().parse().unwrap()].into();
-        // As soon as the file has a length that no whole block ends at, if that is seen; but not always.
-        let until = Instant::now() + if dice.chance(80) { Duration::from_millis(500) } else { Duration::ZERO };
-        let whole = || std::fs::metadata(&path).is_ok_and(|about| about.len() % LENGTH as u64 == 0);
-        while Instant::now() < until && whole() {}
-        done.extend(writer.kill());
+    for round in 1..=30_u64 {
+        let room = dice.below(3 * LENGTH as u64);
+        let done = Writer::limited("append", &path, round, (before.len() * LENGTH) as u64 + room).died();
         let raw = std::fs::metadata(&path).unwrap().len();
         let content = file.read().unwrap();
         torn += usize::from(raw != content.data.len() as u64);
@@ -140,16 +151,22 @@ fn a_writer_killed_in_the_middle_of_an_append_leaves_whole_blocks() {
         let now = records(&content.data);
         assert!(now.starts_with(&before), "what was there before is gone");
         let new: Vec<u64> = now[before.len()..].iter().map(|(_, number)| *number).collect();
-        assert!(new.is_sorted() && new.iter().copied().eq(0..new.len() as u64), "{new:?}");
-        assert!(done.iter().all(|number| new.contains(number)), "{done:?} were acknowledged, {new:?} are there");
-        // The next write begins where the last whole one ended.
-        before = now;
+        assert!(new.iter().copied().eq(0..new.len() as u64), "{new:?}");
+        assert!(done.iter().copied().eq(new), "{done:?} were acknowledged");
+        // The next write begins where the last whole one ended, for every reader.
+        if dice.chance(30) {
+            file.replace(Token::new(round), &record(round, 77)).unwrap();
+        } else {
+            file.append(Token::new(round), &record(round, 77)).unwrap();
+        }
+        before = records(&std::fs::read(&path).unwrap());
+        assert_eq!(before.last(), Some(&(round, 77)));
         if before.len() > 6 {
             file.replace(Token::new(round), b"").unwrap();
             before.clear();
         }
     }
-    assert!(torn > 0, "no kill hit the middle of an append, so this proves nothing");
+    assert!(torn > 20, "only {torn} of 30 kills hit the middle of an append");
 }
 
 #[test]
@@ -158,19 +175,39 @@ fn a_writer_killed_in_the_middle_of_a_replace_leaves_the_old_file_or_the_new_one
     let path = dir.path().join("report");
     let file = FencedFile::new(&path).unwrap();
     let mut dice = Rng::new(4);
-    for round in 1..=15_u64 {
-        let writer = Writer::start("replace", &path, round);
-        let first = writer.next();
+    for round in 1..=20_u64 {
+        let old = record(2 * round, 77);
+        file.replace(Token::new(2 * round), &old).unwrap();
+        // In the middle of writing the new one.
+        let done = Writer::limited("replace", &path, 2 * round + 1, dice.below(LENGTH as u64)).died();
+        assert!(done.is_empty());
+        assert!(std::fs::read(&path).unwrap() == old, "readers that know nothing of fences see the old file");
+        let late = file.replace(Token::new(2 * round), b"old").unwrap_err();
+        assert_eq!(late.kind(), ErrorKind::Fenced, "the newer token was let in, and stays");
+        // Anywhere.
+        let writer = Writer::start("replace", &path, 2 * round + 1);
+        let first: u64 = writer.next().strip_prefix("done ").unwrap().parse().unwrap();
         std::thread::sleep(dice.span(Duration::from_millis(8)));
-        let mut done = writer.kill();
-        done.extend(first.strip_prefix("done ").unwrap().parse::<u64>());
-        // Also for readers that know nothing of fences.
+        let newest = writer.kill().last().copied().unwrap_or(first);
         let seen = records(&std::fs::read(&path).unwrap());
-        assert!(seen.len() == 1 && seen[0].0 == round && seen[0].1 >= *done.last().unwrap(), "{seen:?} after {done:?}");
-        assert_eq!(file.replace(Token::new(round - 1), b"old").unwrap_err().kind(), ErrorKind::Fenced);
+        assert!(seen.len() == 1 && seen[0].0 == 2 * round + 1 && seen[0].1 >= newest, "{seen:?} after {newest}");
     }
     let files = std::fs::read_dir(dir.path()).unwrap().count();
     assert!(files <= 3, "{files} files: killed writers leave no heap of them");
+}
+
+#[test]
+fn plain_readers_of_a_replaced_file_never_see_half_of_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("report");
+    let writer = Writer::start("replace", &path, 1);
+    writer.next();
+    let mut last = 0;
+    for _ in 0..300 {
+        let seen = records(&std::fs::read(&path).unwrap());
+        assert!(seen.len() == 1 && seen[0].1 >= last, "{seen:?} after {last}");
+        last = seen[0].1;
+    }
 }
 
 #[test]

@@ -165,15 +165,21 @@ pub(crate) async fn run(args: &GateArgs) -> Result<Exit, Failure> {
 }
 
 async fn listen(text: &str) -> Result<TcpListener, Failure> {
-    let full = if text.starts_with(':') { format!("[::]{text}") } else { text.to_owned() };
-    let addresses: Vec<SocketAddr> = match tokio::net::lookup_host(&full).await {
-        Ok(addresses) => addresses.collect(),
-        Err(_) => {
-            return Err(Failure::usage(format!(
-                "--listen {text:?} is no address with a port; write 127.0.0.1:8080, or :8080 for every address"
-            )));
-        }
+    // Every address: that of IPv6 takes IPv4 as well, where there is IPv6.
+    let places = if text.starts_with(':') {
+        vec![format!("[::]{text}"), format!("0.0.0.0{text}")]
+    } else {
+        vec![text.to_owned()]
     };
+    let mut addresses: Vec<SocketAddr> = Vec::new();
+    for place in places {
+        addresses.extend(tokio::net::lookup_host(place).await.into_iter().flatten());
+    }
+    if addresses.is_empty() {
+        return Err(Failure::usage(format!(
+            "--listen {text:?} is no address with a port; write 127.0.0.1:8080, or :8080 for every address"
+        )));
+    }
     TcpListener::bind(&addresses[..]).await.map_err(|error| {
         Failure::new(UNAVAILABLE, format!("cannot listen on {text}: {error}; is another program listening there?"))
     })

@@ -12,6 +12,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind as Io, Read, Write};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 /// How long a write waits for another one of the same file, unless told otherwise.
@@ -135,8 +136,11 @@ impl FencedFile {
             let about = file.metadata()?;
             let plan = Plan { inode: about.ino(), from: about.len(), length: data.len() as u64, sum: checksum(data) };
             beside.write(&Record { token: token.as_u64(), plan, ..beside.record })?;
-            file.write_all_at(data, plan.from)?;
-            file.sync_data()?;
+            if let Err(error) = file.write_all_at(data, plan.from).and_then(|()| file.sync_data()) {
+                // The disk is full, say. The next write would cut it off too, but plain readers would see it until then.
+                let _ = file.set_len(plan.from);
+                return Err(error.into());
+            }
             if created {
                 self.flush_directory()?;
             }
@@ -201,22 +205,16 @@ impl FencedFile {
     /// Opens the file beside, and locks it against all other fences of this file.
     fn lock(&self, create: bool) -> Result<Beside, Trouble> {
         let until = Instant::now() + self.patience;
-        let mut pause = Duration::from_micros(200);
         loop {
             let (file, created) = if create { open_or_create(&self.fence)? } else { (File::open(&self.fence)?, false) };
             if created {
                 self.flush_directory()?;
             }
-            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                // Somebody may have removed it between our opening and our locking it: then others lock another file.
-                Ok(()) if is_at(&file, &self.fence)? => return Ok(Beside::new(file)?),
-                Ok(()) => {}
-                Err(Errno::WOULDBLOCK | Errno::INTR) if Instant::now() < until => {
-                    std::thread::sleep(pause);
-                    pause = (pause * 2).min(Duration::from_millis(10));
-                }
-                Err(Errno::WOULDBLOCK | Errno::INTR) => return Err(Trouble::Told(self.busy())),
-                Err(error) => return Err(Trouble::System(error.into())),
+            let left = until.saturating_duration_since(Instant::now());
+            let Some(file) = locked(file, left)? else { return Err(Trouble::Told(self.busy())) };
+            // Somebody may have removed it between our opening and our locking it: then others lock another file.
+            if is_at(&file, &self.fence)? {
+                return Ok(Beside::new(file)?);
             }
         }
     }
@@ -338,6 +336,32 @@ fn open_or_create(path: &Path) -> io::Result<(File, bool)> {
             Err(error) if error.kind() == Io::AlreadyExists => {}
             created => return created.map(|file| (file, true)),
         }
+    }
+}
+
+/// The file, locked; `None` when that takes too long.
+///
+/// Only the kernel knows who waits, and it has no time limit: so a thread waits, and lets go of the lock if it comes too late.
+fn locked(file: File, patience: Duration) -> io::Result<Option<File>> {
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => return Ok(Some(file)),
+        Err(Errno::WOULDBLOCK | Errno::INTR) => {}
+        Err(error) => return Err(error.into()),
+    }
+    let (tell, told) = mpsc::channel();
+    let wait = move || {
+        let outcome = loop {
+            match flock(&file, FlockOperation::LockExclusive) {
+                Err(Errno::INTR) => {}
+                outcome => break outcome,
+            }
+        };
+        let _ = tell.send(outcome.map(|()| file));
+    };
+    std::thread::Builder::new().name("fence".to_owned()).spawn(wait)?;
+    match told.recv_timeout(patience) {
+        Ok(outcome) => Ok(Some(outcome?)),
+        Err(_) => Ok(None),
     }
 }
 

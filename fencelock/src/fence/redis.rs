@@ -126,7 +126,9 @@ impl RedisFence {
             match word {
                 Arg::Simple(word) => _ = call.arg(word),
                 _ => {
-                    return Err(Error::invalid("a command that goes through a fence has no cursor; use its plain form"));
+                    return Err(Error::invalid(
+                        "a command that goes through a fence has no cursor; use its plain form",
+                    ));
                 }
             }
         }

@@ -9,7 +9,12 @@ pub(crate) struct Program {
 }
 
 /// The servers that the tests start. A new engine adds a line.
-pub(crate) const SERVERS: &[Program] = &[Program { name: "redis-server", package: "redis-server" }];
+pub(crate) const SERVERS: &[Program] = &[
+    Program { name: "redis-server", package: "redis-server" },
+    Program { name: "/usr/lib/postgresql", package: "postgresql" },
+    Program { name: "/usr/sbin/pgbouncer", package: "pgbouncer" },
+    Program { name: "/usr/sbin/mariadbd", package: "mariadb-server" },
+];
 
 /// The runtimes of foreign clients.
 pub(crate) const RUNTIMES: &[Program] = &[
@@ -51,7 +56,11 @@ pub(crate) fn packages(packages: &[&str], why: &str) -> bool {
     installed || by_hand("apt-get failed")
 }
 
+/// A name in the path; or a whole path, for what Debian keeps out of it.
 fn is_installed(program: &str) -> bool {
+    if program.starts_with('/') {
+        return std::path::Path::new(program).exists();
+    }
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path).any(|dir| dir.join(program).is_file())
 }

@@ -2,6 +2,7 @@
 
 use crate::bench::{Bench, BenchPeer};
 use crate::exit::Failure;
+use crate::gate::GateArgs;
 use crate::text::span;
 use crate::torture::Torture;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
@@ -62,6 +63,8 @@ pub(crate) enum Command {
     Torture(Torture),
     /// Measure throughput and latency of the engine from here.
     Bench(Bench),
+    /// Stand before an HTTP API, and let a request in only with a token that is not older than the newest.
+    Gate(GateArgs),
     /// One process of a torture.
     #[command(hide = true, name = crate::torture::WORKER)]
     TortureWorker,
@@ -81,6 +84,7 @@ impl Command {
         match self {
             Command::Run(run) => run.volume,
             Command::Elect(elect) => elect.volume,
+            Command::Gate(gate) => gate.volume,
             _ => Volume::default(),
         }
     }

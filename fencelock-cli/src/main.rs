@@ -1,6 +1,6 @@
 //! The command-line tool: reads the command line, runs one of its commands, and ends with the exit code of the manual.
 //!
-//! * `args`: what can be said. `run`, `elect`, `admin`, `migrate`, `torture`, `bench`: the commands. `exit`: how they end.
+//! * `args`: what can be said. `run`, `elect`, `admin`, `migrate`, `torture`, `bench`, `gate`: the commands. `exit`: how they end.
 //! * `hold`, `line`: getting the lock. `under`: a command while the lock is held.
 //! * `supervised`, `protocol`, `supervisor`, `tree`: the process between the tool and its command, from both sides.
 //! * `signals`, `terminal`, `console`, `text`, `log`: dealing with the world.
@@ -19,6 +19,7 @@ mod command;
 mod console;
 mod elect;
 mod exit;
+mod gate;
 mod hold;
 mod line;
 mod log;
@@ -88,6 +89,7 @@ async fn dispatch(cli: &Cli) -> Result<Exit, Failure> {
         Command::TortureWorker => torture::run_worker().await,
         Command::Bench(args) => bench::run(args, &cli.url).await,
         Command::BenchPeer(args) => bench::run_peer(args, &cli.url).await,
+        Command::Gate(args) => gate::run(args).await,
         Command::Completions { shell } => completions(*shell),
     }
 }

@@ -17,6 +17,8 @@
 //! | [`proxy`] | the network between a client and a server, with faults |
 //! | [`measure`] | throughput and latency; `fencelock bench` |
 //! | [`rule`] | an engine beside the pure line rule, by random steps |
+//! | `lost_update` | writers that are stopped past their lease, with a fence and without (feature `lost-update`) |
+//! | [`web`] | an HTTP server with a memory, and a client, for the gate |
 //! | [`scripted`] | an engine that answers as it is told: late, never, wrongly; for the keeper |
 
 #![forbid(unsafe_code)]
@@ -27,6 +29,8 @@ mod daemon;
 pub mod etcd;
 pub mod history;
 pub mod kind;
+#[cfg(feature = "lost-update")]
+pub mod lost_update;
 pub mod measure;
 pub mod mysql;
 pub mod postgres;
@@ -45,6 +49,7 @@ pub mod subject;
 pub mod torture;
 pub mod wait;
 pub mod zookeeper;
+pub mod web;
 
 pub use kind::{Kind, Lock};
 pub use probe::Probe;

@@ -36,6 +36,10 @@ pub enum ErrorKind {
     Unavailable,
     /// The request was sent and no answer was seen: it may or may not have been carried out.
     Ambiguous,
+    /// The resource refused the write: it has seen a newer token, or carries somebody else's mark. Nothing was changed.
+    Fenced,
+    /// Others changed the value each time, between reading and writing it. Nothing was changed.
+    Conflict,
     /// This engine cannot do that; the message says why.
     Unsupported,
     /// The input is wrong; the message names it and the remedy.
@@ -141,6 +145,8 @@ impl fmt::Display for ErrorKind {
             ErrorKind::NotHeld => "the lock is not held",
             ErrorKind::Unavailable => "the engine is not available",
             ErrorKind::Ambiguous => "the outcome is not known",
+            ErrorKind::Fenced => "the resource has seen a newer holder",
+            ErrorKind::Conflict => "others changed the value meanwhile",
             ErrorKind::Unsupported => "not supported by this engine",
             ErrorKind::Invalid => "invalid input",
             ErrorKind::Engine => "the engine reported an error",

@@ -31,7 +31,8 @@
 //!
 //! # What a lock cannot do
 //! A process can be paused for longer than its lease between checking that it holds the lock and writing. No lock can
-//! prevent that. Where a second writer would do damage, the *resource* must compare [tokens](Token) and refuse the older one.
+//! prevent that. Where a second writer would do damage, the *resource* must compare [tokens](Token) and refuse the older one:
+//! [`fence`] does that for databases, Redis values and files.
 
 #![forbid(unsafe_code)]
 
@@ -40,6 +41,7 @@ mod client;
 mod clock;
 pub mod engine;
 mod error;
+pub mod fence;
 mod guard;
 mod keeper;
 mod name;

@@ -1,5 +1,6 @@
 //! A process that holds locks for a check, and can be killed, stopped and continued. With `torture-worker` it is one of
-//! the processes of a torture, with `torture-worker SABOTAGE` one whose engine breaks a promise.
+//! the processes of a torture, with `torture-worker SABOTAGE` one whose engine breaks a promise. With
+//! `lost-update-writer` it is a writer of the lost-update experiment.
 
 use fencelock_testkit::sabotage::{self, Sabotage};
 use fencelock_testkit::{probe, torture};
@@ -10,6 +11,12 @@ fn main() -> ExitCode {
     match arguments.next().as_deref() {
         None => probe::serve(),
         Some("torture-worker") => return work(arguments.next()),
+        #[cfg(feature = "lost-update")]
+        Some("lost-update-writer") => {
+            let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+            runtime.expect("a runtime can be made").block_on(fencelock_testkit::lost_update::work());
+            return ExitCode::SUCCESS;
+        }
         Some(other) => eprintln!("unknown argument {other:?}"),
     }
     ExitCode::FAILURE

@@ -59,7 +59,7 @@ pub(super) fn pattern_of(prefix: &str) -> String {
 }
 
 /// `fencelock:` + how the slot is kept + part + `:` + the name, so that the slot is that of the name.
-fn companion(name: &str, part: char) -> String {
+pub(crate) fn companion(name: &str, part: char) -> String {
     if tag(name).is_some() {
         // The prefix has no brace, so the name's own tag counts.
         format!("fencelock:0{part}:{name}")

@@ -17,6 +17,7 @@ mod cluster;
 mod fault;
 mod find;
 mod key;
+pub(crate) use key::companion;
 mod link;
 mod node;
 mod post;

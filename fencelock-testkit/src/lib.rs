@@ -48,8 +48,8 @@ pub mod stepped;
 pub mod subject;
 pub mod torture;
 pub mod wait;
-pub mod zookeeper;
 pub mod web;
+pub mod zookeeper;
 
 pub use kind::{Kind, Lock};
 pub use probe::Probe;

@@ -4,6 +4,7 @@ mod curator;
 mod etcdctl;
 mod install;
 mod interop;
+mod suite;
 
 use std::process::{Command, ExitCode};
 use std::time::Instant;
@@ -22,7 +23,7 @@ fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let rest: Vec<&str> = args.iter().skip(1).map(String::as_str).collect();
     let steps: Vec<Step<'_>> = match args.first().map(String::as_str) {
-        Some("test") => test(&rest),
+        Some("test") => return verdict(test(&rest)),
         Some("interop") if rest.is_empty() => return verdict(interop::interop() && curator::curator()),
         Some("lint") if rest.is_empty() => lint(),
         Some("bench") if rest.is_empty() => vec![("benchmark", vec!["bench", "-p", "fencelock", "--bench", "file"])],
@@ -31,30 +32,22 @@ fn main() -> ExitCode {
             return ExitCode::from(64);
         }
     };
-    let ready = args[0] != "test" || install::what_is_missing(install::SERVERS);
-    verdict(ready && steps.iter().all(|(what, args)| cargo(what, args)))
+    verdict(steps.iter().all(|(what, args)| cargo(what, args)))
 }
 
 fn verdict(done: bool) -> ExitCode {
     if done { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-fn test<'a>(rest: &[&'a str]) -> Vec<Step<'a>> {
-    let mut all = vec!["test", "--workspace", "--all-features"];
-    all.extend(rest);
-    vec![
+fn test(rest: &[&str]) -> bool {
+    let mut named = vec!["test", "--workspace", "--all-features"];
+    named.extend(rest);
+    install::what_is_missing(install::SERVERS)
         // Every feature must also build without the others.
-        (
-            "the library without any engine's feature",
-            vec!["check", "--quiet", "-p", "fencelock", "--no-default-features"],
-        ),
+        && cargo("the library without any engine", &["check", "--quiet", "-p", "fencelock", "--no-default-features"])
         // Tests ask cargo for it; then it is there, whatever the machine has to do besides.
-        (
-            "the process that tests kill",
-            vec!["build", "--quiet", "-p", "fencelock-testkit", "--bin", "fencelock-probe"],
-        ),
-        ("all tests", all),
-    ]
+        && cargo("the process that tests kill", &["build", "--quiet", "-p", "fencelock-testkit", "--bin", "fencelock-probe"])
+        && if rest.is_empty() { suite::all() } else { cargo("tests", &named) }
 }
 
 fn lint<'a>() -> Vec<Step<'a>> {
@@ -66,6 +59,10 @@ fn lint<'a>() -> Vec<Step<'a>> {
 }
 
 fn cargo(what: &str, args: &[&str]) -> bool {
+    run(what, &mut cargo_command(args))
+}
+
+fn cargo_command(args: &[&str]) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.args(args).env("RUSTDOCFLAGS", "-D warnings");
     // What cargo tells this program about its own package would pass for news, and make dependencies build again.
@@ -74,7 +71,7 @@ fn cargo(what: &str, args: &[&str]) -> bool {
             command.env_remove(name);
         }
     }
-    run(what, &mut command)
+    command
 }
 
 /// Runs a program, and tells what it is for, how it ended and how long it took.

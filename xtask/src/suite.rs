@@ -1,0 +1,92 @@
+//! Runs the test programs of the workspace, several at a time: most of them wait for leases to end, not for the processor.
+
+use crate::{cargo, cargo_command};
+use serde_json::Value;
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+/// So many test programs at a time, and so many tests in each.
+const PROGRAMS: usize = 3;
+const THREADS: &str = "3";
+
+/// A test program, and the directory of its package.
+struct Program {
+    name: String,
+    path: PathBuf,
+    dir: PathBuf,
+}
+
+pub(crate) fn all() -> bool {
+    let Some(programs) = build() else { return false };
+    let start = Instant::now();
+    let queue = Mutex::new(VecDeque::from(programs));
+    let failed = Mutex::new(Vec::new());
+    std::thread::scope(|scope| {
+        for _ in 0..PROGRAMS {
+            scope.spawn(|| {
+                loop {
+                    let next = queue.lock().ok().and_then(|mut queue| queue.pop_front());
+                    let Some(program) = next else { return };
+                    if !play(&program)
+                        && let Ok(mut failed) = failed.lock()
+                    {
+                        failed.push(program.name);
+                    }
+                }
+            });
+        }
+    });
+    let failed = failed.into_inner().unwrap_or_default();
+    eprintln!("xtask: all test programs took {:.0?}", start.elapsed());
+    if !failed.is_empty() {
+        eprintln!("xtask: FAILED: {}", failed.join(", "));
+    }
+    let documented =
+        cargo("examples in the documentation", &["test", "--quiet", "--workspace", "--all-features", "--doc"]);
+    failed.is_empty() && documented
+}
+
+fn build() -> Option<Vec<Program>> {
+    let args = ["test", "--workspace", "--all-features", "--no-run", "--message-format", "json-render-diagnostics"];
+    eprintln!("xtask: building the tests: cargo {}", args.join(" "));
+    let output = cargo_command(&args).stderr(Stdio::inherit()).output().ok()?;
+    if !output.status.success() {
+        eprintln!("xtask: the tests cannot be built");
+        return None;
+    }
+    let text = String::from_utf8_lossy(&output.stdout);
+    Some(text.lines().filter_map(|line| program(&serde_json::from_str(line).ok()?)).collect())
+}
+
+fn program(message: &Value) -> Option<Program> {
+    message["profile"]["test"].as_bool().filter(|is_test| *is_test)?;
+    let path = PathBuf::from(message["executable"].as_str()?);
+    let manifest = Path::new(message["manifest_path"].as_str()?);
+    let dir = manifest.parent()?.to_owned();
+    let package = dir.file_name()?.to_string_lossy().into_owned();
+    Some(Program { name: format!("{package}/{}", message["target"]["name"].as_str()?), path, dir })
+}
+
+fn play(program: &Program) -> bool {
+    let start = Instant::now();
+    let mut command = Command::new(&program.path);
+    command.current_dir(&program.dir).env("CARGO_MANIFEST_DIR", &program.dir).env("RUST_TEST_THREADS", THREADS);
+    let (done, said) = match command.output() {
+        Ok(output) => (output.status.success(), [output.stdout, output.stderr].concat()),
+        Err(error) => (false, error.to_string().into_bytes()),
+    };
+    let said = String::from_utf8_lossy(&said);
+    let took = Duration::from_secs(start.elapsed().as_secs());
+    let result = said.lines().find_map(|line| line.strip_prefix("test result: ")).unwrap_or("no result");
+    let result = result.split("; 0 measured").next().unwrap_or(result);
+    if done {
+        eprintln!("xtask: {} {result}; {took:?}", program.name);
+    } else {
+        // In one piece: several programs run at the same time.
+        eprintln!("{said}\nxtask: {} FAILED after {took:?}: {result}", program.name);
+    }
+    done
+}

@@ -176,17 +176,8 @@ async fn open_etcd(url: &crate::url::Url, _: &str) -> Result<std::sync::Arc<dyn 
 }
 
 fn unknown_scheme(scheme: &str) -> Error {
-    let planned = [
-        "redis",
-        "rediss",
-        "redis+unix",
-        "redis+sentinel",
-        "redis+cluster",
-        "redlock",
-        "zk",
-        "postgres",
-        "mysql",
-    ];
+    let planned =
+        ["redis", "rediss", "redis+unix", "redis+sentinel", "redis+cluster", "redlock", "zk", "postgres", "mysql"];
     if planned.contains(&scheme) {
         return Error::new(
             ErrorKind::Unsupported,

@@ -63,6 +63,10 @@ fn parts(scheme: &str, text: &str) -> Result<Parts> {
     let bare = text.split_once('?').map_or(text, |(bare, _)| bare);
     let (_, rest) = bare.split_once("://").ok_or_else(|| bad("the URL names no server"))?;
     let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
+    if path.contains('@') && !authority.contains('@') {
+        // Otherwise a part of the password would pass for a server's name, and be shown.
+        return Err(bad("write / as %2F and @ as %40 in user, password and prefix"));
+    }
     let (login, hosts) = match authority.rsplit_once('@') {
         Some((login, hosts)) => {
             (Some(read_login(login).ok_or_else(|| bad("user and password cannot be read"))?), hosts)
@@ -172,6 +176,7 @@ mod tests {
             "etcd://",
             "etcd://,h",
             "etcd://:secret@h",
+            "etcd://me:secret/word@h",
             "etcd://u@h",
             "etcd://h?ca=/nowhere",
             "etcds://h?cert=/x",

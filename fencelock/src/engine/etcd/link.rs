@@ -174,7 +174,7 @@ impl Link {
     /// Gives up a connection, if it is still the one in use, and turns to the next server.
     fn give_up(&self, way: &Way) {
         let mut channels = lock(&way.home.channels);
-        if !channels.open.get(&way.server).is_some_and(|(number, _)| *number == way.number) {
+        if channels.open.get(&way.server).is_none_or(|(number, _)| *number != way.number) {
             return;
         }
         channels.open.remove(&way.server);

@@ -359,7 +359,7 @@ impl Ordered for EtcdStore {
             }
             match self.link.ask(RANGE, &RangeRequest { keys_only: true, ..range(span.clone()) }).await {
                 Ok(Answer::<RangeResponse> { body, .. }) => {
-                    if !body.kvs.first().is_some_and(|kv| revision(kv.create_revision) == place.order) {
+                    if body.kvs.first().is_none_or(|kv| revision(kv.create_revision) != place.order) {
                         return;
                     }
                     from = revision(body.header.as_ref().map_or(0, |header| header.revision)) + 1;

@@ -161,7 +161,8 @@ impl ZooKeeper {
     }
 
     fn prepare(options: &ZooKeeperOptions) -> Self {
-        let dir = tempfile::Builder::new().prefix("fencelock-zookeeper-").tempdir().expect("a directory for the servers");
+        let dir =
+            tempfile::Builder::new().prefix("fencelock-zookeeper-").tempdir().expect("a directory for the servers");
         let ports: Vec<Ports> = (0..options.nodes).map(|_| Ports::free()).collect();
         let node = |(index, own): (usize, &Ports)| {
             let dir = dir.path().join(format!("node-{}", index + 1));
@@ -309,7 +310,8 @@ impl ZooKeeper {
     pub fn statistic(&self, name: &str) -> u64 {
         let one = |node: &Node| {
             let text = node.ask("mntr").expect("the server answers");
-            let value = text.lines().find_map(|line| line.strip_prefix(name)?.trim().split('.').next()?.parse::<u64>().ok());
+            let value =
+                text.lines().find_map(|line| line.strip_prefix(name)?.trim().split('.').next()?.parse::<u64>().ok());
             value.unwrap_or_else(|| panic!("the server has no statistic {name}: {text}"))
         };
         self.nodes.iter().map(one).sum()
@@ -333,14 +335,19 @@ pub struct Node {
 impl Node {
     /// `FENCELOCK_ZOOKEEPER_CLASSPATH` names other jars than those of the Debian package: another version, say.
     fn launch(&mut self) {
-        let classpath = std::env::var("FENCELOCK_ZOOKEEPER_CLASSPATH")
-            .unwrap_or_else(|_| "/usr/share/java/zookeeper.jar:/usr/share/java/slf4j-simple.jar:/usr/share/java/netty-codec.jar".to_owned());
+        let classpath = std::env::var("FENCELOCK_ZOOKEEPER_CLASSPATH").unwrap_or_else(|_| {
+            "/usr/share/java/zookeeper.jar:/usr/share/java/slf4j-simple.jar:/usr/share/java/netty-codec.jar".to_owned()
+        });
         let log = format!("-Dorg.slf4j.simpleLogger.logFile={}", self.dir.join("server.log").display());
         let configuration = self.dir.join("zoo.cfg");
         let configuration = configuration.to_str().expect("the directory has a plain name");
         // A test's server lives for seconds: little memory, no late optimisation, no waiting for the disk.
         let mut arguments = vec!["-Xmx64m", "-Xss512k", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"];
-        arguments.extend(["-Dzookeeper.forceSync=no", "-Dzookeeper.preAllocSize=1024", "-Dzookeeper.jmx.log4j.disable=true"]);
+        arguments.extend([
+            "-Dzookeeper.forceSync=no",
+            "-Dzookeeper.preAllocSize=1024",
+            "-Dzookeeper.jmx.log4j.disable=true",
+        ]);
         arguments.extend(["-Dorg.slf4j.simpleLogger.defaultLogLevel=warn", &log]);
         arguments.extend(self.properties.iter().map(String::as_str));
         arguments.extend(["-cp", &classpath, MAIN, configuration]);

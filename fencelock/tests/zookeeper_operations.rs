@@ -20,7 +20,9 @@ async fn tls_reaches_a_server_that_the_authority_vouches_for() {
     guard.release().await.unwrap();
     // Another authority, of which the server knows nothing.
     let other = ZooKeeper::options().tls().start();
-    let url = server.tls_url().replace(&server.file("ca.pem").display().to_string(), &other.file("ca.pem").display().to_string());
+    let url = server
+        .tls_url()
+        .replace(&server.file("ca.pem").display().to_string(), &other.file("ca.pem").display().to_string());
     let error = connect(format!("{url}&timeout=1s")).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
     // No file, or not a certificate: refused before anything is sent.

@@ -24,10 +24,8 @@ pub(crate) const RUNTIMES: &[Program] = &[
 ];
 
 /// What brings and runs foreign clients in Java.
-pub(crate) const JAVA: &[Program] = &[
-    Program { name: "javac", package: "default-jdk-headless" },
-    Program { name: "mvn", package: "maven" },
-];
+pub(crate) const JAVA: &[Program] =
+    &[Program { name: "javac", package: "default-jdk-headless" }, Program { name: "mvn", package: "maven" }];
 
 /// Installs those of these programs that are not there. False, after saying why, when that fails.
 pub(crate) fn what_is_missing(programs: &[Program]) -> bool {

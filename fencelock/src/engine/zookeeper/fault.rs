@@ -9,16 +9,19 @@ pub(super) fn error(fault: &Fault, sent: bool) -> Error {
         fault if sent && is_lost(fault) => {
             (ErrorKind::Ambiguous, "the connection to the ZooKeeper server was lost before it answered")
         }
-        Fault::Timeout | Fault::NoHosts => {
-            (ErrorKind::Unavailable, "no ZooKeeper server answers, or there is no majority of them; check the addresses")
-        }
+        Fault::Timeout | Fault::NoHosts => (
+            ErrorKind::Unavailable,
+            "no ZooKeeper server answers, or there is no majority of them; check the addresses",
+        ),
         Fault::SessionExpired | Fault::ClientClosed => (ErrorKind::Unavailable, "the ZooKeeper session is over"),
         Fault::AuthFailed => (ErrorKind::Unavailable, "ZooKeeper refuses the user or the password"),
         Fault::NoAuth => (
             ErrorKind::Unavailable,
             "ZooKeeper does not let this user do that; check the access list (ACL) of the path, and user:password@ in the URL",
         ),
-        Fault::NotReadOnly | Fault::Throttled => (ErrorKind::Unavailable, "the ZooKeeper server does not accept writes now"),
+        Fault::NotReadOnly | Fault::Throttled => {
+            (ErrorKind::Unavailable, "the ZooKeeper server does not accept writes now")
+        }
         fault if is_lost(fault) => (ErrorKind::Unavailable, "the connection to the ZooKeeper server was lost"),
         Fault::QuotaExceeded => (ErrorKind::Engine, "the quota of the path is used up; raise it"),
         _ => (ErrorKind::Engine, "ZooKeeper answered with an error"),

@@ -62,7 +62,9 @@ impl Line {
         let ahead = &self.0[..at];
         Some(match mode {
             Mode::Exclusive => ahead.last().map(plain).into_iter().collect(),
-            Mode::Shared => ahead.iter().rfind(|entry| entry.recipe.mode() != Mode::Shared).map(plain).into_iter().collect(),
+            Mode::Shared => {
+                ahead.iter().rfind(|entry| entry.recipe.mode() != Mode::Shared).map(plain).into_iter().collect()
+            }
             Mode::Permit { of } => {
                 let first = ahead.len().min(usize::try_from(of).unwrap_or(usize::MAX).saturating_add(1));
                 let last = ahead.last().filter(|_| ahead.len() > first);

@@ -32,7 +32,12 @@ use zookeeper_client::{Client, CreateMode, Error as Fault, EventType, Stat};
 /// Connects to the servers that the URL names.
 pub(crate) async fn open(url: &Url, text: &str) -> Result<AheadEngine<Store>> {
     let settings = Settings::read(url, text)?;
-    let store = Store { settings: Arc::new(settings), sessions: tokio::sync::Mutex::default(), all: Mutex::default(), leases: Mutex::default() };
+    let store = Store {
+        settings: Arc::new(settings),
+        sessions: tokio::sync::Mutex::default(),
+        all: Mutex::default(),
+        leases: Mutex::default(),
+    };
     store.session_for(store.settings.ttl).await.map_err(|error| error.at_engine(&store.settings.address))?;
     Ok(AheadEngine::new(store))
 }
@@ -399,7 +404,11 @@ impl Store {
         let mut left = Left::Nothing;
         for entry in line.of_owner(hold.owner) {
             let path = format!("{directory}/{}", entry.name);
-            let Some(stat) = self.stat(&session, &path).await?.filter(|stat| self.is_mine(stat.ephemeral_owner.cast_unsigned())) else { continue };
+            let Some(stat) =
+                self.stat(&session, &path).await?.filter(|stat| self.is_mine(stat.ephemeral_owner.cast_unsigned()))
+            else {
+                continue;
+            };
             let token = stat.czxid.cast_unsigned();
             if hold.token.is_some_and(|wanted| wanted.as_u64() != token) {
                 continue;

@@ -168,7 +168,8 @@ mod tests {
         for plain in ["invoice:42", "a b", "ü", "路径", "...", "a.b", "_c_x", "{x}"] {
             assert_eq!(encode(plain), plain);
         }
-        for (name, component) in [("a/b", "a%2Fb"), ("%", "%25"), (".", "%2E"), ("..", "%2E."), ("🔒", "%F0%9F%94%92")] {
+        for (name, component) in [("a/b", "a%2Fb"), ("%", "%25"), (".", "%2E"), ("..", "%2E."), ("🔒", "%F0%9F%94%92")]
+        {
             assert_eq!(encode(name), component);
             assert_eq!(decode(component).as_deref(), Some(name));
         }
@@ -191,11 +192,20 @@ mod tests {
         let owner = Owner::random();
         let recipes = [Recipe::Mutex, Recipe::Reader, Recipe::Writer, Recipe::Permit(1), Recipe::Permit(4_000_000_000)];
         for recipe in recipes {
-            for (number, sequence) in
-                [("0000000000", 0), ("0000000042", 42), ("2147483647", i32::MAX), ("-2147483648", i32::MIN), ("-000000001", -1)]
-            {
+            for (number, sequence) in [
+                ("0000000000", 0),
+                ("0000000042", 42),
+                ("2147483647", i32::MAX),
+                ("-2147483648", i32::MIN),
+                ("-000000001", -1),
+            ] {
                 let entry = Entry::parse(entry_prefix(owner, recipe) + number).unwrap();
-                assert_eq!((entry.sequence, entry.recipe, entry.owner), (sequence, recipe, Some(owner)), "{}", entry.name);
+                assert_eq!(
+                    (entry.sequence, entry.recipe, entry.owner),
+                    (sequence, recipe, Some(owner)),
+                    "{}",
+                    entry.name
+                );
             }
         }
     }

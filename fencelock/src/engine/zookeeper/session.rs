@@ -27,7 +27,8 @@ fn home() -> Result<&'static Executor<'static>> {
         std::thread::Builder::new().name("fencelock-zookeeper".into()).spawn(live).map(drop)
     });
     THREAD.as_ref().map(|()| &HOME).map_err(|error| {
-        Error::new(ErrorKind::Unavailable, "the thread for ZooKeeper sessions cannot be started").caused_by(error.to_string())
+        Error::new(ErrorKind::Unavailable, "the thread for ZooKeeper sessions cannot be started")
+            .caused_by(error.to_string())
     })
 }
 
@@ -265,7 +266,9 @@ impl Session {
 
 fn unreachable(fault: &zookeeper_client::Error) -> Error {
     match fault {
-        zookeeper_client::Error::BadArguments(why) => Error::invalid(format!("not an address of ZooKeeper servers: {why}")),
+        zookeeper_client::Error::BadArguments(why) => {
+            Error::invalid(format!("not an address of ZooKeeper servers: {why}"))
+        }
         fault => fault::error(fault, false),
     }
 }

@@ -35,7 +35,9 @@ impl Settings {
         let mut url = url.clone();
         let patience = url.take_duration("timeout")?.unwrap_or(Duration::from_secs(5));
         if patience.is_zero() {
-            return Err(Error::invalid("option timeout=0s: no server answers in no time; give it some, as in timeout=5s"));
+            return Err(Error::invalid(
+                "option timeout=0s: no server answers in no time; give it some, as in timeout=5s",
+            ));
         }
         let (ca, cert, key) = (file(&mut url, "ca")?, file(&mut url, "cert")?, file(&mut url, "key")?);
         let acl = url.take("acl");
@@ -56,7 +58,16 @@ impl Settings {
         let ttl = Url::parse(text)?.take_duration("ttl")?.unwrap_or(DEFAULT_TTL);
         let path = if place.root == "/" { "" } else { &place.root };
         let address = format!("{}://{}{path}", url.scheme, place.hosts);
-        Ok(Self { hosts: place.hosts, root: place.root, credentials: place.credentials, tls, patience, ttl, acls, address })
+        Ok(Self {
+            hosts: place.hosts,
+            root: place.root,
+            credentials: place.credentials,
+            tls,
+            patience,
+            ttl,
+            acls,
+            address,
+        })
     }
 
     /// After so long a silence, a server is left for another one: several can be tried while the session lasts.
@@ -146,9 +157,8 @@ fn check_host(host: &str) -> std::result::Result<(), String> {
 fn file(url: &mut Url, option: &str) -> Result<Option<String>> {
     let Some(path) = url.take(option) else { return Ok(None) };
     let text = std::fs::read_to_string(&path);
-    text.map(Some).map_err(|error| {
-        Error::invalid(format!("option {option}={path}: cannot read the file")).caused_by(error)
-    })
+    text.map(Some)
+        .map_err(|error| Error::invalid(format!("option {option}={path}: cannot read the file")).caused_by(error))
 }
 
 fn tls(secure: bool, ca: Option<String>, cert: Option<String>, key: Option<String>) -> Result<Option<TlsOptions>> {
@@ -159,7 +169,9 @@ fn tls(secure: bool, ca: Option<String>, cert: Option<String>, key: Option<Strin
         };
     }
     let ca = ca.ok_or_else(|| {
-        Error::invalid("TLS needs the option ca: the file with the certificate of the authority that signed the servers'")
+        Error::invalid(
+            "TLS needs the option ca: the file with the certificate of the authority that signed the servers'",
+        )
     })?;
     if CryptoProvider::get_default().is_none() {
         // TLS panics in a program that has chosen no cryptography. Somebody else may choose at the same moment: that is as good.
@@ -202,9 +214,25 @@ mod tests {
     #[test]
     fn bad_urls_are_refused_without_their_secrets() {
         for bad in [
-            "zk:h1", "zk://", "zk:///a", "zk://h1,,h2", "zk://h1:0", "zk://h1:x", "zk://[::1", "zk://secret@h", "zk://h/a//b",
-            "zk://h/../x", "zk://h/%01", "zk://h?ca=/nowhere", "zks://h", "zk://h?acl=creator", "zk://u:secret@h?acl=x",
-            "zk://h?color=red", "zk://h?timeout=0s", "zk://u:secret@h:99999", "zk://h/%F0%9F%94%92",
+            "zk:h1",
+            "zk://",
+            "zk:///a",
+            "zk://h1,,h2",
+            "zk://h1:0",
+            "zk://h1:x",
+            "zk://[::1",
+            "zk://secret@h",
+            "zk://h/a//b",
+            "zk://h/../x",
+            "zk://h/%01",
+            "zk://h?ca=/nowhere",
+            "zks://h",
+            "zk://h?acl=creator",
+            "zk://u:secret@h?acl=x",
+            "zk://h?color=red",
+            "zk://h?timeout=0s",
+            "zk://u:secret@h:99999",
+            "zk://h/%F0%9F%94%92",
         ] {
             let error = read(bad).err().unwrap_or_else(|| panic!("{bad}"));
             assert_eq!(error.kind(), crate::ErrorKind::Invalid, "{bad}: {error}");

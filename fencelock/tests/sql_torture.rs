@@ -72,7 +72,7 @@ async fn survives_kills_of_the_server<S: SqlServer>() {
     println!("{verdict}");
     let broken: Vec<_> = verdict.violations.iter().filter(|violation| violation.kind != Kind::Order).collect();
     assert!(broken.is_empty(), "{broken:#?}\n{verdict}");
-    assert!(verdict.grants > 50 && verdict.kills > 0, "{verdict}");
+    assert!(verdict.grants > 20 && verdict.kills > 0, "{verdict}");
     // What the killed ones have left is gone when somebody comes by; nothing else is there.
     for table in ["line", "gone"] {
         let column = if table == "line" { "used" } else { "at" };

@@ -55,7 +55,7 @@ fn without_code(error: PgError, sent: bool) -> Fault {
     };
     if text.contains("does not allow writes") {
         let error = Error::new(ErrorKind::Unavailable, "no server of this URL is a primary; name it in the URL");
-        return Fault { broken: true, ..Fault::later(error.caused_by(text)) };
+        return Fault { error: error.caused_by(text), broken: true, passing: true, refused: false };
     }
     if !sent && (text.contains("password missing") || text.contains("authentication")) {
         return refusal(ErrorKind::Invalid, "the server wants a password; write postgres://user:password@host/db");

@@ -20,11 +20,6 @@ impl Fault {
         Self { error, broken: false, passing: false, refused: true }
     }
 
-    /// The server did nothing, and may do it later.
-    pub(crate) fn later(error: Error) -> Self {
-        Self { error, broken: false, passing: true, refused: false }
-    }
-
     /// The connection broke. `sent`: the request may have reached the server.
     pub(crate) fn lost(sent: bool, source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
         let error = if sent {

@@ -32,6 +32,9 @@ const ASK: Duration = Duration::from_millis(25);
 /// The same while nobody waits, for words of loss; and how often a client that asks is seen to be there.
 const TOUCH: Duration = Duration::from_secs(1);
 
+/// How long a client that gets no answer leaves the server alone.
+const AWAY: Duration = Duration::from_millis(100);
+
 /// What is asked about lines.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Which<'a> {
@@ -233,7 +236,10 @@ impl<D: Database> SqlEngine<D> {
                         self.route(push, lost);
                     }
                 }
-                Err(fault) => tracing::debug!("asking for words: {}", fault.error),
+                Err(fault) => {
+                    tracing::debug!("asking for words: {}", fault.error);
+                    tokio::time::sleep(AWAY).await;
+                }
             }
             let idle = self.waiting().is_empty();
             tokio::select! {
@@ -308,7 +314,7 @@ impl<D: Database> Engine for SqlEngine<D> {
                 }
                 Ok(answer) => return held(claim, &answer, repeated).map(Some),
                 // Who has a place in line keeps it while the server is away.
-                Err(error) if placed && passing(&error) => Duration::from_millis(200),
+                Err(error) if placed && passing(&error) => AWAY * 2,
                 Err(error) => return Err(error),
             };
             if let Some(grant) = self.wait(claim, &mut told, look, repeated).await {

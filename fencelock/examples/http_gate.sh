@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # An HTTP server that knows nothing of locks, and `fencelock gate` before it: a holder that overslept cannot write any more.
-# Needs python3 (for a server to write to) and curl. Run it from anywhere in the project: fencelock/examples/http_gate.sh
+# Needs python3 (for a server to write to) and curl. The tool is built, or `TOOL=$(command -v fencelock)` names it.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-cargo build --quiet -p fencelock-cli
-tool="$(cargo metadata --format-version 1 --no-deps | python3 -c 'import json,sys; print(json.load(sys.stdin)["target_directory"])')/debug/fencelock"
+if [ -z "${TOOL:-}" ]; then
+    cargo build --quiet -p fencelock-cli
+    target="$(cargo metadata --format-version 1 --no-deps | python3 -c 'import json,sys; print(json.load(sys.stdin)["target_directory"])')"
+fi
+tool="${TOOL:-$target/debug/fencelock}"
 dir="$(mktemp -d)"
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$dir"' EXIT
 export FENCELOCK_URL="file:$dir/locks"

@@ -26,6 +26,7 @@ pub(super) async fn acquire(engine: &RedlockEngine, claim: &Claim, wait: bool) -
         highest: 0,
         splits: 0,
         placed: false,
+        warned: false,
         give_up: Clock::Boot.now().after(engine.patience),
     };
     match expected {
@@ -46,6 +47,8 @@ struct Candidate<'a> {
     splits: u32,
     /// It stands in line on some node.
     placed: bool,
+    /// It was said what is waited for.
+    warned: bool,
     give_up: Moment,
 }
 
@@ -132,11 +135,17 @@ impl Candidate<'_> {
 
     /// Lets some time pass while too few nodes vote; an error when that takes too long.
     async fn be_patient(&mut self, outcome: &Outcome) -> Result<()> {
-        let out = self.engine.council.nodes.iter().filter_map(|node| node.out()).map(|(_, left)| left).min();
+        let council = &self.engine.council;
+        let now = Clock::Boot.now();
         // Waiting for a quarantine that outlasts the patience is no use.
-        let in_vain = out.is_some_and(|left| Clock::Boot.now().after(left) > self.give_up) && !self.placed;
-        if in_vain || Clock::Boot.now() >= self.give_up {
-            return Err(self.engine.council.too_few(&outcome.voices));
+        let outlasts = |left: Duration| now.after(left) > self.give_up;
+        let out = council.nodes.iter().filter(|node| node.out().is_some_and(|(_, left)| outlasts(left))).count();
+        if council.nodes.len() - out < council.majority || now >= self.give_up {
+            return Err(council.too_few(&outcome.voices));
+        }
+        if !self.warned {
+            self.warned = true;
+            tracing::warn!(name = %self.claim.name, "waiting for votes: {}", council.too_few(&outcome.voices));
         }
         self.step_back();
         tokio::time::sleep(Duration::from_millis(20) + self.pause()).await;

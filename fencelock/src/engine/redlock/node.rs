@@ -23,6 +23,8 @@ const DEBTS: usize = 10_000;
 const FOUNDED: &str = "fencelock:redlock:founded";
 const LONGEST: &str = "fencelock:redlock:longest";
 const OUT: &str = "fencelock:redlock:out";
+/// What there is to say of a node before the first attempt to connect has ended.
+pub(super) const UNTRIED: &str = "not connected yet";
 
 /// What a node pushes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -106,7 +108,7 @@ impl Node {
     ) -> (Self, mpsc::UnboundedReceiver<Arc<Batch>>) {
         let (queue, inbox) = mpsc::unbounded_channel();
         let state = State {
-            down: Some("not connected yet".into()),
+            down: Some(UNTRIED.into()),
             hopeless: None,
             connection: None,
             trust: Trust::Full,

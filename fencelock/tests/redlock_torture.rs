@@ -80,17 +80,18 @@ async fn every_promise_is_kept_while_nodes_come_back_empty() {
 
 /// Half of the clients reach nodes 0, 1 and 2 only, the others 2, 3 and 4. Node 2, on which both depend, and one more are killed and
 /// come back empty, again and again.
-async fn torn(options: &str) -> Verdict {
+async fn torn(options: &str, pause: Duration) -> Verdict {
     let mut nodes = Nodes::start(5);
     let options = format!("max_ttl=2s&ttl=2s&patience=20s&{options}");
     let founder = connect(format!("{}?{options}", nodes.url())).await.unwrap();
     let mut plan = plan(format!("{}?{options}", nodes.url()));
-    plan.hold = Duration::from_millis(700);
-    plan.names = 2;
+    plan.hold = Duration::from_millis(1500);
+    (plan.names, plan.workers) = (1, 2);
     let urls = [[0, 1, 2], [2, 3, 4]].map(|reached| {
-        // Nobody listens on the others' ports.
+        // Nobody listens on the ports of the others.
         let ports = nodes.servers.iter().enumerate().map(|(index, server)| {
-            if reached.contains(&index) { server.port() } else { fencelock_testkit::redis::free_port() }
+            let nobody = u16::try_from(index).unwrap() + 1;
+            if reached.contains(&index) { server.port() } else { nobody }
         });
         format!("{}?{options}", url(&ports.collect::<Vec<_>>()))
     });
@@ -105,13 +106,14 @@ async fn torn(options: &str) -> Verdict {
     let until = Instant::now() + plan.lasts;
     let faults = async {
         let mut other = 0;
-        while Instant::now() + TTL * 2 < until {
-            tokio::time::sleep(TTL + Duration::from_millis(2500)).await;
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        while Instant::now() + TTL < until {
             for node in [2, [0, 4][other % 2]] {
                 nodes.servers[node].kill();
                 nodes.servers[node].start_again();
             }
             other += 1;
+            tokio::time::sleep(pause).await;
         }
     };
     let (verdict, ()) = tokio::join!(torture::run(&plan, Workers::Here(connect), |_| {}), faults);
@@ -126,16 +128,16 @@ fn broken(verdict: &Verdict) -> bool {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn with_quarantine_nobody_meets_anybody_though_the_nodes_that_both_need_forget() {
-    let verdict = torn("quarantine=auto").await;
+    let verdict = torn("quarantine=auto", TTL + Duration::from_millis(2500)).await;
     println!("{verdict}");
     assert!(!broken(&verdict), "{verdict}");
     assert!(verdict.grants > 10, "{verdict}");
 }
 
-/// The same faults without the protection.
+/// The same faults without the protection. Nobody has to wait, so they come sooner.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn without_quarantine_the_same_torture_sees_two_holders() {
-    let verdict = torn("quarantine=off").await;
+    let verdict = torn("quarantine=off", TTL).await;
     println!("{verdict}");
     assert!(verdict.shows(Kind::Exclusion) || verdict.shows(Kind::Clash), "{verdict}");
     assert!(!verdict.shows(Kind::Token), "tokens grow all the same: {verdict}");

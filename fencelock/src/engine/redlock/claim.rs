@@ -26,6 +26,7 @@ pub(super) async fn acquire(engine: &RedlockEngine, claim: &Claim, wait: bool) -
         highest: 0,
         splits: 0,
         placed: false,
+        warned: false,
         give_up: Clock::Boot.now().after(engine.patience),
     };
     match expected {
@@ -46,14 +47,17 @@ struct Candidate<'a> {
     splits: u32,
     /// It stands in line on some node.
     placed: bool,
+    /// It was said what is waited for.
+    warned: bool,
     give_up: Moment,
 }
 
 /// What the answers to a claim that did not win mean.
 #[derive(Debug, PartialEq, Eq)]
 enum Finding {
-    /// Somebody else may hold: so long until a majority can be free, and whether it is a client that tells nobody.
-    Held { look: Duration, foreign: bool },
+    /// Somebody else may hold: so long until a majority can be free. `stuck`: it may also be somebody else who waits, with votes that this
+    /// one needs and a better claim to them.
+    Held { look: Duration, stuck: bool },
     /// Nobody has a majority. Whether this one has the best claim to it.
     Split { best: bool },
     /// The proposal was too low.
@@ -132,11 +136,17 @@ impl Candidate<'_> {
 
     /// Lets some time pass while too few nodes vote; an error when that takes too long.
     async fn be_patient(&mut self, outcome: &Outcome) -> Result<()> {
-        let out = self.engine.council.nodes.iter().filter_map(|node| node.out()).map(|(_, left)| left).min();
+        let council = &self.engine.council;
+        let now = Clock::Boot.now();
         // Waiting for a quarantine that outlasts the patience is no use.
-        let in_vain = out.is_some_and(|left| Clock::Boot.now().after(left) > self.give_up) && !self.placed;
-        if in_vain || Clock::Boot.now() >= self.give_up {
-            return Err(self.engine.council.too_few(&outcome.voices));
+        let outlasts = |left: Duration| now.after(left) > self.give_up;
+        let out = council.nodes.iter().filter(|node| node.out().is_some_and(|(_, left)| outlasts(left))).count();
+        if council.nodes.len() - out < council.majority || now >= self.give_up {
+            return Err(council.too_few(&outcome.voices));
+        }
+        if !self.warned {
+            self.warned = true;
+            tracing::warn!(name = %self.claim.name, "waiting for votes: {}", council.too_few(&outcome.voices));
         }
         self.step_back();
         tokio::time::sleep(Duration::from_millis(20) + self.pause()).await;
@@ -166,16 +176,19 @@ impl Candidate<'_> {
                 unknown -= 1;
             }
         }
+        let best = rivals.keys().all(|rival| Who::read(rival).is_some_and(|who| who.token < self.token));
         if let Some((rival, count)) = rivals.iter().find(|(_, count)| **count + unknown >= majority) {
-            // If only those say so whom nobody hears, it is worth asking again soon.
             let soon = Duration::from_millis(100 + random() % 200);
-            let look = if *count < majority { self.look(outcome).min(soon) } else { self.look(outcome) };
-            return Finding::Held { look, foreign: Who::read(rival).is_none() };
+            // A client of the common recipe tells nobody when it releases; and if only those say so whom nobody hears, it is worth
+            // asking again soon.
+            let certain = *count >= majority && Who::read(rival).is_some();
+            let look = if certain { self.look(outcome) } else { self.look(outcome).min(soon) };
+            let granted = outcome.voices.iter().any(|voice| voice.answer == Answer::Granted);
+            return Finding::Held { look, stuck: granted && !certain && !best };
         }
         if votes < majority {
             return Finding::TooFew;
         }
-        let best = rivals.keys().all(|rival| Who::read(rival).is_some_and(|who| who.token < self.token));
         if low > 0 && (rivals.is_empty() || low + rivals.len() > all - majority) {
             return Finding::TooLow;
         }
@@ -216,16 +229,13 @@ impl Candidate<'_> {
                 return Err(error);
             }
             let look = match self.find(&outcome) {
-                Finding::Held { look, foreign } => {
-                    // A client of the common recipe tells nobody when it releases.
-                    if foreign { look.min(Duration::from_millis(100 + random() % 200)) } else { look }
-                }
+                Finding::Held { look, stuck: false } => look,
                 // Whoever has the highest token waits a little for the others to step back.
                 Finding::Split { best: true } if self.splits % 4 != 3 => {
                     self.splits += 1;
                     self.pause() * 4
                 }
-                Finding::Split { .. } => {
+                Finding::Split { .. } | Finding::Held { stuck: true, .. } => {
                     self.splits += 1;
                     self.step_back();
                     tokio::time::sleep(self.pause()).await;

@@ -4,7 +4,7 @@
 //! to the caller's runtime, votes, releases and pushes go on.
 
 use super::ballot::{Answer, Batch, Code, Next, Op, Outcome, Voice, Who, millis};
-use super::node::{Intro, Node, Push, Trust};
+use super::node::{Intro, Node, Push, Trust, UNTRIED};
 use crate::{Clock, Error, ErrorKind, Moment, Name, Owner, Result};
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -238,13 +238,18 @@ impl Council {
         self.tries.send_modify(|tries| *tries += 1);
     }
 
-    /// Waits until every node is connected or was tried in vain, or the time is over.
+    /// Waits until a majority can vote and every node was tried, or until it is clear that too few are there. Nodes that are there but do
+    /// not vote may only lack the others: a new set of nodes is founded by all of them.
     pub(super) async fn assembled(&self, limit: Duration) {
         let mut tries = self.tries.subscribe();
         let all = async {
-            let pending = |node: &Arc<Node>| node.down().is_some_and(|why| &*why == "not connected yet");
-            while self.nodes.iter().any(pending) {
-                if tries.changed().await.is_err() {
+            loop {
+                let count = |what: fn(&Node) -> bool| self.nodes.iter().filter(|node| what(node)).count();
+                let untried = count(|node| node.down().is_some_and(|why| &*why == UNTRIED));
+                let down = count(|node| node.down().is_some());
+                let votes = count(|node| node.down().is_none() && node.out().is_none());
+                let clear = down == 0 || votes >= self.majority || down > self.nodes.len() - self.majority;
+                if untried == 0 && clear || tries.changed().await.is_err() {
                     return;
                 }
             }

@@ -39,7 +39,7 @@ const LONGEST: Duration = Duration::from_secs(300);
 /// Opens the nodes that the URL names, and makes sure that a majority answers.
 pub(crate) async fn open(url: &Url, text: &str) -> Result<RedlockEngine> {
     let mut url = url.clone();
-    let timeout = url.take_duration("timeout")?.unwrap_or(Duration::from_millis(500));
+    let timeout = url.take_duration("timeout")?.unwrap_or(Duration::from_secs(2));
     let patience = url.take_duration("patience")?.unwrap_or(Duration::from_secs(5));
     let longest = url.take_duration("max_ttl")?.unwrap_or(LONGEST);
     if longest > MAX_TTL || longest < crate::MIN_TTL {

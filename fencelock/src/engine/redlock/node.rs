@@ -23,6 +23,8 @@ const DEBTS: usize = 10_000;
 const FOUNDED: &str = "fencelock:redlock:founded";
 const LONGEST: &str = "fencelock:redlock:longest";
 const OUT: &str = "fencelock:redlock:out";
+/// What there is to say of a node before the first attempt to connect has ended.
+pub(super) const UNTRIED: &str = "not connected yet";
 
 /// What a node pushes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -92,6 +94,8 @@ struct State {
     trust: Trust,
     /// As the node itself said lately.
     out: Option<(Moment, Arc<str>)>,
+    /// Its clock jumped, as far as this client could see.
+    jumped: Option<(Moment, Arc<str>)>,
     reading: Option<Reading>,
     debts: Vec<(Op, Moment)>,
 }
@@ -119,11 +123,12 @@ impl Node {
     ) -> (Self, mpsc::UnboundedReceiver<Arc<Batch>>) {
         let (queue, inbox) = mpsc::unbounded_channel();
         let state = State {
-            down: Some("not connected yet".into()),
+            down: Some(UNTRIED.into()),
             hopeless: None,
             connection: None,
             trust: Trust::Full,
             out: None,
+            jumped: None,
             reading: None,
             debts: Vec::new(),
         };
@@ -164,7 +169,7 @@ impl Node {
             Trust::After { until, why, .. } if *until > now => Some((Arc::clone(why), until.since(now))),
             _ => None,
         };
-        let said = state.out.as_ref().filter(|(until, _)| *until > now);
+        let said = [&state.jumped, &state.out].into_iter().flatten().find(|(until, _)| *until > now);
         trust.or_else(|| said.map(|(until, why)| (Arc::clone(why), until.since(now))))
     }
 
@@ -172,7 +177,7 @@ impl Node {
     pub(super) fn floor(&self) -> Option<u64> {
         let state = self.state();
         let now = Clock::Boot.now();
-        if state.out.as_ref().is_some_and(|(until, _)| *until > now) {
+        if [&state.jumped, &state.out].into_iter().flatten().any(|(until, _)| *until > now) {
             return None;
         }
         match &state.trust {
@@ -498,8 +503,7 @@ impl Node {
 
     /// Lets all clients know that this node does not vote.
     pub(super) fn put_out(&self, why: &str, span: Duration) {
-        // Later proposals are above all that it knew: its clock jumped, its memory did not.
-        self.set_trust(Trust::After { until: Clock::Boot.now().after(span), floor: 0, why: why.into() });
+        self.state().jumped = Some((Clock::Boot.now().after(span), why.into()));
         let Some(mut connection) = self.connection() else { return };
         let mut command = redis::cmd("SET");
         command.arg(OUT).arg(why).arg("PX").arg(super::ballot::millis(span));

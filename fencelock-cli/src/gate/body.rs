@@ -102,7 +102,7 @@ pub(crate) struct Relay {
     /// When something came last, until there is nothing to come; for whoever waits for the answer.
     progress: Option<watch::Sender<Progress>>,
     /// It is read to its end also when nobody wants it any more: only then is the upstream done.
-    to_the_end: bool,
+    until_the_end: bool,
     ended: bool,
 }
 
@@ -111,12 +111,12 @@ impl Relay {
         let ended = inner.is_end_stream();
         let (cut, stalled, ending) = (None, None, Ending::default());
         let (inner, progress) = (Some(inner), None);
-        Self { inner, flight, cut, left: limit, patience, stalled, ending, progress, to_the_end: false, ended }
+        Self { inner, flight, cut, left: limit, patience, stalled, ending, progress, until_the_end: false, ended }
     }
 
     /// Reads on after the reader went away.
-    pub(crate) fn to_the_end(mut self) -> Self {
-        self.to_the_end = true;
+    pub(crate) fn until_the_end(mut self) -> Self {
+        self.until_the_end = true;
         self
     }
 
@@ -196,7 +196,7 @@ impl HttpBody for Relay {
 impl Drop for Relay {
     fn drop(&mut self) {
         let failed = self.ending.reason().is_some();
-        if !self.to_the_end || self.ended || failed || self.flight.is_none() {
+        if !self.until_the_end || self.ended || failed || self.flight.is_none() {
             return;
         }
         let (Ok(runtime), Some(inner)) = (tokio::runtime::Handle::try_current(), self.inner.take()) else { return };

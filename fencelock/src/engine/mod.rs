@@ -159,14 +159,11 @@ pub fn migration(scheme: &str) -> Result<String> {
     match scheme.split(':').next().unwrap_or_default() {
         #[cfg(feature = "postgres")]
         "postgres" | "postgresql" => Ok(postgres::migration()),
-        #[cfg(not(feature = "postgres"))]
-        "postgres" | "postgresql" => {
-            Err(Error::new(ErrorKind::Unsupported, "postgres: needs the cargo feature `postgres`"))
-        }
         #[cfg(feature = "mysql")]
         "mysql" | "mariadb" => Ok(mysql::migration()),
-        #[cfg(not(feature = "mysql"))]
-        "mysql" | "mariadb" => Err(Error::new(ErrorKind::Unsupported, "mysql: needs the cargo feature `mysql`")),
+        other if SCHEMES.iter().any(|(known, by)| *known == other && ["postgres", "mysql"].contains(by)) => {
+            Err(no_engine(other))
+        }
         // A URL may hold a password: only its scheme is shown.
         other => Err(Error::invalid(format!("{other}: needs no tables; migrate is for postgres and mysql"))),
     }

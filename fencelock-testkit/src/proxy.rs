@@ -354,7 +354,8 @@ fn shift_times(bytes: &mut [u8], micros: u64) {
         let (head, digits) = (from + found, from + found + MARK.len());
         from = digits;
         let first = bytes[..head].iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
-        let time = bytes.get(digits..digits + 16).and_then(|digits| std::str::from_utf8(digits).ok()?.parse::<u64>().ok());
+        let time =
+            bytes.get(digits..digits + 16).and_then(|digits| std::str::from_utf8(digits).ok()?.parse::<u64>().ok());
         if let (Some(b'*'), Some(time)) = (bytes.get(first), time) {
             bytes[digits..digits + 16].copy_from_slice(format!("{:016}", time + micros).as_bytes());
         }

@@ -206,7 +206,10 @@ async fn when_a_majority_came_back_empty_the_error_says_so() {
     assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
     assert!(error.to_string().matches("does not vote for another").count() == 3, "{error}");
     drop(first);
-    eventually("they vote again", async || late.mutex("another").try_acquire().await.is_ok_and(|guard| guard.is_some())).await;
+    eventually("they vote again", async || {
+        late.mutex("another").try_acquire().await.is_ok_and(|guard| guard.is_some())
+    })
+    .await;
 }
 
 /// A node that writes everything to its disk has nothing to forget.
@@ -235,8 +238,10 @@ async fn strict_quarantine_lets_new_nodes_wait() {
     let error = client.mutex(NAME).try_acquire().await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
     assert!(error.to_string().contains("does not vote") && error.to_string().contains("quarantine=off"), "{error}");
-    eventually("the longest lease is over", async || client.mutex(NAME).try_acquire().await.is_ok_and(|guard| guard.is_some()))
-        .await;
+    eventually("the longest lease is over", async || {
+        client.mutex(NAME).try_acquire().await.is_ok_and(|guard| guard.is_some())
+    })
+    .await;
 }
 
 /// S15: A holds on nodes 0, 1 and 2. The clock of node 2 jumps ahead, and its lease ends early; B could get 2, 3 and 4.
@@ -360,7 +365,8 @@ async fn a_late_claim_is_not_stranded() {
     assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
     // On new connections it is given up.
     world.far.settled().await;
-    let calls = |world: &World| world.nodes.servers.iter().map(|server| server.calls(&["evalsha", "eval"])).sum::<u64>();
+    let calls =
+        |world: &World| world.nodes.servers.iter().map(|server| server.calls(&["evalsha", "eval"])).sum::<u64>();
     let before = calls(&world);
     for proxy in &world.proxies {
         proxy.heal();

@@ -112,7 +112,10 @@ pub(super) struct Holder {
 pub(super) enum Answer {
     Granted,
     Busy(Holder),
-    Waits { holder: Holder, ahead: u64 },
+    Waits {
+        holder: Holder,
+        ahead: u64,
+    },
     TooLow(u64),
     GivenUp,
     Renewed,
@@ -216,14 +219,7 @@ impl Batch {
             followed: false,
         };
         let tallies = ops.iter_mut().map(tally).collect();
-        Self {
-            ops,
-            sent,
-            nodes,
-            majority: nodes / 2 + 1,
-            by_hash: OnceLock::new(),
-            tallies: Mutex::new((0, tallies)),
-        }
+        Self { ops, sent, nodes, majority: nodes / 2 + 1, by_hash: OnceLock::new(), tallies: Mutex::new((0, tallies)) }
     }
 
     /// The command that carries it; made once for all nodes.
@@ -319,7 +315,9 @@ impl Batch {
     fn follow_decision(&self, op: &Op, won: bool, voices: &[Voice], tally: &mut Tally, next: &mut Next) {
         let any = |what: fn(&Answer) -> bool| voices.iter().any(|voice| what(&voice.answer));
         let code = match op.code {
-            Code::Try if !won && any(|answer| matches!(answer, Answer::Granted | Answer::Failed(_, true))) => Code::Undo,
+            Code::Try if !won && any(|answer| matches!(answer, Answer::Granted | Answer::Failed(_, true))) => {
+                Code::Undo
+            }
             Code::Renew if won && any(|answer| *answer == Answer::Missing) => Code::Restore,
             _ => return,
         };

@@ -22,7 +22,9 @@ use self::view::View;
 use super::redis::{connection_info, explain, tls};
 use super::{Capability, Engine, Purpose};
 use crate::url::Url;
-use crate::{Claim, Clock, Error, ErrorKind, Grant, Hold, MAX_TTL, Mode, Name, Owner, Release, Renewal, Result, Status, Token};
+use crate::{
+    Claim, Clock, Error, ErrorKind, Grant, Hold, MAX_TTL, Mode, Name, Owner, Release, Renewal, Result, Status, Token,
+};
 use async_trait::async_trait;
 use redis::ConnectionAddr;
 use std::collections::BTreeSet;

@@ -30,11 +30,22 @@ pub(super) const UNTRIED: &str = "not connected yet";
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Push {
     /// Handed over to a waiter: proposal, node time in µs, lease.
-    Granted { owner: Owner, key: String, token: u64, at: u64, lease: Duration },
+    Granted {
+        owner: Owner,
+        key: String,
+        token: u64,
+        at: u64,
+        lease: Duration,
+    },
     /// This waiter should ask again.
-    Look { owner: Owner, key: String },
+    Look {
+        owner: Owner,
+        key: String,
+    },
     /// Taken away from its holder.
-    Lost { owner: Owner },
+    Lost {
+        owner: Owner,
+    },
     Broken,
 }
 
@@ -59,7 +70,11 @@ pub(super) enum Trust {
     Full,
     /// Not before this moment, and why; and then only for proposals above this one, which were made when whatever the node may have
     /// forgotten was over.
-    After { until: Moment, floor: u64, why: Arc<str> },
+    After {
+        until: Moment,
+        floor: u64,
+        why: Arc<str>,
+    },
 }
 
 /// A node's clock against the local one: the difference lies between these two, in µs.

@@ -16,8 +16,10 @@ pub(super) struct View {
 impl View {
     /// Nodes that did not answer may side with anybody.
     pub(super) fn of(voices: &[Voice], nodes: usize) -> Self {
-        let seen: Vec<&Seen> =
-            voices.iter().filter_map(|voice| if let Answer::Seen(seen) = &voice.answer { Some(seen) } else { None }).collect();
+        let seen: Vec<&Seen> = voices
+            .iter()
+            .filter_map(|voice| if let Answer::Seen(seen) = &voice.answer { Some(seen) } else { None })
+            .collect();
         let enough = |count: usize| count > 0 && count + (nodes - seen.len()) > nodes / 2;
         let mut holders: BTreeMap<&str, Vec<&Seen>> = BTreeMap::new();
         let mut waiters: BTreeMap<u64, BTreeMap<String, (usize, Waiter)>> = BTreeMap::new();

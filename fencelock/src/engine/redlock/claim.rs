@@ -247,7 +247,16 @@ impl Candidate<'_> {
                     self.propose();
                     continue;
                 }
-                Finding::TooFew if self.placed => Duration::from_millis(200),
+                Finding::TooFew if self.placed => {
+                    // A node that could have forgotten something votes only for newer proposals.
+                    if outcome.voices.iter().any(|voice| voice.answer == Answer::Granted && !voice.votes) {
+                        self.step_back();
+                        tokio::time::sleep(Duration::from_millis(100) + self.pause()).await;
+                        self.propose();
+                        continue;
+                    }
+                    Duration::from_millis(200)
+                }
                 Finding::TooFew => {
                     self.be_patient(&outcome).await?;
                     continue;

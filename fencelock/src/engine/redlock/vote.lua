@@ -209,10 +209,15 @@ local function set_up()
   local function inspect(K, count)
     local cur, err = get(K)
     if err then say(err) return 'e' end
-    local waiters = {}
+    -- A waiter whose client does not listen is dead, or on its way back to its place.
+    local waiters, listens = {}, {}
     for _, owner in ipairs(call('ZRANGE', 'fencelock:rq:' .. K, 0, tonumber(count) - 1)) do
       local record = call('HGET', 'fencelock:rw:' .. K, owner)
-      if record then waiters[#waiters + 1] = record end
+      local session = record and match(record, '^%d+\n%d+\n%d+:%x+\n(%x+)\n')
+      if session then
+        listens[session] = listens[session] or call('PUBSUB', 'NUMSUB', 'fencelock:inbox:' .. session)[2]
+        if listens[session] > 0 then waiters[#waiters + 1] = record end
+      end
     end
     say({cur or '', call('PTTL', K), call('GET', RT .. K) or '', waiters})
     return 'i'

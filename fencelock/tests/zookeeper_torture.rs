@@ -45,8 +45,10 @@ fn processes() -> Workers {
 /// Kills a server every ten seconds, and starts it again: a follower, then one leader after the other.
 async fn trouble(mut servers: ZooKeeper, until: Instant, pause: Duration) -> (ZooKeeper, u32) {
     let mut kills = 0;
+    let mut clock = tokio::time::interval(pause);
+    clock.tick().await;
     loop {
-        tokio::time::sleep(pause).await;
+        clock.tick().await;
         if Instant::now() > until {
             return (servers, kills);
         }

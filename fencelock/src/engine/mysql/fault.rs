@@ -11,16 +11,20 @@ const MIGRATE: &str = "have an administrator run what `fencelock migrate --print
 pub(super) fn fault(error: MyError, sent: bool) -> Fault {
     let server = match error {
         MyError::Server(server) => server,
-        MyError::Io(mysql_async::IoError::Tls(error)) => {
-            let told =
-                Error::invalid("TLS cannot be used; see the options sslmode and ca").caused_by(error.to_string());
-            return Fault { broken: true, ..Fault::refusal(told) };
-        }
         MyError::Driver(mysql_async::DriverError::NoClientSslFlagFromServer) => {
             let told = Error::invalid("TLS cannot be used: the server does not offer it; see the option sslmode");
             return Fault { broken: true, ..Fault::refusal(told) };
         }
-        other => return Fault::lost(sent, other.to_string()),
+        other => {
+            let text = other.to_string();
+            // What TLS refuses comes as an error of the stream.
+            let tls = !sent && ["certificate", "TLS", "tls"].iter().any(|word| text.contains(word));
+            if tls {
+                let told = Error::invalid("TLS cannot be used; see the options sslmode and ca").caused_by(text);
+                return Fault { broken: true, ..Fault::refusal(told) };
+            }
+            return Fault::lost(sent, text);
+        }
     };
     let (kind, text, passing) = with_code(server.code);
     let told = Error::new(kind, text).caused_by(server.message.clone());

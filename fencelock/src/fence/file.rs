@@ -448,7 +448,7 @@ impl Beside {
     /// Keeps the record, on the disk, in the place of the older one.
     fn write(&mut self, record: &Record) -> io::Result<()> {
         let record = Record { number: self.record.number + 1, ..*record };
-        let place = PLACES[usize::from(record.number % 2 == 0)];
+        let place = PLACES[usize::from(record.number.is_multiple_of(2))];
         self.file.write_all_at(&record.encode(), place)?;
         self.file.sync_data()?;
         self.record = record;

@@ -10,7 +10,7 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 
 /// How long a handed-over lock is held before its new holder has reacted.
-const WINDOW: Duration = Duration::from_millis(1_500);
+const WINDOW: Duration = Duration::from_secs(2);
 /// How long a token is remembered after the last lease of its lock; later ones are above it by the nodes' clocks.
 pub(super) const REMEMBER: Duration = Duration::from_secs(600);
 /// How long waiters' records and the marks of given-up claims outlive the last sign of life.

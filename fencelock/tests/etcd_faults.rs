@@ -280,6 +280,27 @@ async fn a_waiter_whose_session_ended_joins_again_while_the_holder_stays() {
     at_once("it is served", waiter).await.unwrap().release().await.unwrap();
 }
 
+/// Somebody deletes the entry of a waiter, whose session lives on. When its turn would have come, it holds nothing, and joins again.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_waiter_whose_entry_was_deleted_does_not_hold_by_it() {
+    let World { cluster, far, near, .. } = &World::new().await;
+    let holder = hold(near, Mode::Exclusive, LONG).await;
+    let before = cluster.keys();
+    let waiter = queue(far, near, LONG).await;
+    let entry = cluster.keys().into_iter().find(|key| !before.contains(key)).unwrap();
+    let behind = queue(near, near, LONG).await;
+    assert_eq!(cluster.ctl(&["del", &entry]).trim(), "1");
+    holder.release().await.unwrap();
+    let next = at_once("the one behind holds", behind).await.unwrap();
+    until_line(near, NAME, 1, 1).await;
+    assert!(!waiter.is_finished() && next.is_valid(), "two hold at the same time");
+    let token = next.token();
+    next.release().await.unwrap();
+    let late = at_once("it is served in the end", waiter).await.unwrap();
+    assert!(late.token() > token);
+    late.release().await.unwrap();
+}
+
 /// A nested program asks for a longer lease than the outer one has: it has no more than that.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_borrowed_hold_is_no_longer_than_the_real_one() {

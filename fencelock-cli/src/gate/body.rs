@@ -115,7 +115,7 @@ impl Relay {
     }
 
     /// Reads on after the reader went away.
-    pub(crate) fn to_the_end(mut self) -> Self {
+    pub(crate) fn read_to_the_end(mut self) -> Self {
         self.to_the_end = true;
         self
     }

@@ -194,7 +194,7 @@ impl Gate {
         strip(&mut parts.headers);
         parts.version = Version::HTTP_11;
         append(&mut parts.headers, header::VIA, "1.1 fencelock");
-        let relay = Relay::new(body, flight, u64::MAX, self.patience).to_the_end();
+        let relay = Relay::new(body, flight, u64::MAX, self.patience).read_to_the_end();
         Ok(Response::from_parts(parts, Body::Relayed(Box::new(relay))))
     }
 

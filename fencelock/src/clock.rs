@@ -115,6 +115,32 @@ pub(crate) fn margin(ttl: Duration) -> Duration {
     ttl / 100 + Duration::from_millis(2)
 }
 
+/// Relates a server's clock to the local one.
+#[cfg(any(feature = "redis", feature = "postgres", feature = "mysql"))]
+#[derive(Debug, Default)]
+pub(crate) struct ServerTime(std::sync::Mutex<Option<(Moment, u64)>>);
+
+#[cfg(any(feature = "redis", feature = "postgres", feature = "mysql"))]
+impl ServerTime {
+    /// Notes that the server's clock showed `server` µs after `sent`.
+    pub(crate) fn note(&self, sent: Moment, server: u64) {
+        *self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some((sent, server));
+    }
+
+    /// A moment of the local clock that is not later than that server time, whether that lies before or after the one noted.
+    pub(crate) fn local(&self, server: u64) -> Moment {
+        let now = Clock::Boot.now();
+        let noted = *self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let Some((sent, then)) = noted else { return now };
+        if server < then {
+            let earlier = Duration::from_micros(then - server).as_nanos();
+            let earlier = u64::try_from(earlier).unwrap_or(u64::MAX);
+            return Moment::from_nanos(sent.as_nanos().saturating_sub(earlier)).min(now);
+        }
+        sent.after(Duration::from_micros(server - then)).min(now)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -137,5 +163,17 @@ mod tests {
         let start = Clock::Boot.now();
         Clock::Boot.sleep_until(start.after(Duration::from_millis(5))).await;
         assert!(Clock::Boot.now() >= start.after(Duration::from_millis(5)));
+    }
+
+    #[cfg(any(feature = "redis", feature = "postgres", feature = "mysql"))]
+    #[test]
+    fn an_old_server_time_is_not_taken_for_a_later_one() {
+        let time = ServerTime::default();
+        let sent = Clock::Boot.now();
+        time.note(sent, 5_000_000);
+        assert_eq!(time.local(5_000_000), sent);
+        assert_eq!(time.local(4_999_000), Moment::from_nanos(sent.as_nanos() - 1_000_000));
+        // Nothing lies in the future.
+        assert!(time.local(u64::MAX / 2) <= Clock::Boot.now());
     }
 }

@@ -5,7 +5,8 @@ use super::fault::{Fault, fault};
 use super::find::Finder;
 use super::key::tag_of;
 use super::takeover::{self, Policy, Quarantine, Server};
-use crate::{Clock, Moment, Owner};
+use crate::Owner;
+use crate::clock::ServerTime;
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Cmd, Pipeline, PushInfo, PushKind, RedisError, Value};
 use std::collections::HashSet;
@@ -84,8 +85,7 @@ pub(super) struct Link {
     open: Mutex<Option<Open>>,
     /// Only one task connects.
     connecting: tokio::sync::Mutex<()>,
-    /// A moment of the local clock that lay before that server time in µs.
-    server_time: Mutex<Option<(Moment, u64)>>,
+    server_time: ServerTime,
 }
 
 /// Numbers connections, of all links.
@@ -93,7 +93,12 @@ static GENERATION: AtomicU64 = AtomicU64::new(1);
 
 impl Link {
     pub(super) fn new(plan: Plan) -> Self {
-        Self { plan, open: Mutex::new(None), connecting: tokio::sync::Mutex::new(()), server_time: Mutex::new(None) }
+        Self {
+            plan,
+            open: Mutex::new(None),
+            connecting: tokio::sync::Mutex::new(()),
+            server_time: ServerTime::default(),
+        }
     }
 
     pub(super) fn timeout(&self) -> Duration {
@@ -284,19 +289,8 @@ impl Link {
         }
     }
 
-    /// Notes that the server's clock showed `server` µs after `sent`.
-    pub(super) fn note_time(&self, sent: Moment, server: u64) {
-        *self.server_time.lock().unwrap_or_else(PoisonError::into_inner) = Some((sent, server));
-    }
-
-    /// A moment of the local clock that is not later than that server time.
-    pub(super) fn local(&self, server: u64) -> Moment {
-        let now = Clock::Boot.now();
-        let noted = *self.server_time.lock().unwrap_or_else(PoisonError::into_inner);
-        match noted {
-            Some((sent, then)) => sent.after(Duration::from_micros(server.saturating_sub(then))).min(now),
-            None => now,
-        }
+    pub(super) fn server_time(&self) -> &ServerTime {
+        &self.server_time
     }
 }
 

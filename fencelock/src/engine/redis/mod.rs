@@ -182,7 +182,7 @@ impl RedisEngine {
                 biased;
                 push = told.told.recv() => match push {
                     Some(Push::Granted { token, at, lease, .. }) => {
-                        let from = self.nodes.of(keys)?.link.local(at);
+                        let from = self.nodes.of(keys)?.link.server_time().local(at);
                         // Told late: only the server knows whether it still stands.
                         let late = Clock::Boot.now() >= from.after(lease / 2);
                         let grant = Grant::new(Token::new(token), claim.mode, from, seat(Token::new(token), repeated));

@@ -341,7 +341,7 @@ impl Post {
         };
         let (server, replies) = values.get(at).and_then(|value| read(value, groups)).ok_or_else(Fault::unreadable)?;
         if server > 0 {
-            self.link.note_time(sent, server);
+            self.link.server_time().note(sent, server);
         }
         let replicas = values.get(at + 1).and_then(number).map(|have| usize::try_from(have).unwrap_or(usize::MAX));
         Ok(replies.into_iter().map(|reply| Answer { reply, sent, repeated: false, replicas }).collect())

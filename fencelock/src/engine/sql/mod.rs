@@ -16,8 +16,8 @@ use self::op::{Answer, Op, Push, Reply};
 use self::post::Post;
 use super::{Capability, Engine};
 use crate::{
-    Claim, Clock, Error, ErrorKind, Grant, Hold, Holder, Mode, Moment, Name, Owner, Release, Renewal, Result, Status,
-    Token, Waiter,
+    Claim, Clock, Error, ErrorKind, Grant, Hold, Holder, Mode, Name, Owner, Release, Renewal, Result, Status, Token,
+    Waiter,
 };
 use async_trait::async_trait;
 use std::collections::HashMap;
@@ -94,30 +94,6 @@ pub(crate) trait Database: Send + Sync + 'static {
 
     /// Says good-bye.
     fn close(&self) -> impl Future<Output = ()> + Send;
-}
-
-/// Relates the server's clock to the local one.
-#[derive(Default)]
-pub(crate) struct ServerTime(Mutex<Option<(Moment, u64)>>);
-
-impl ServerTime {
-    /// Notes that the server's clock showed `server` µs after `sent`.
-    fn note(&self, sent: Moment, server: u64) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some((sent, server));
-    }
-
-    /// A moment of the local clock that is not later than that server time, whether that lies before or after the one noted.
-    fn local(&self, server: u64) -> Moment {
-        let now = Clock::Boot.now();
-        let noted = *self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some((sent, then)) = noted else { return now };
-        if server < then {
-            let earlier = Duration::from_micros(then - server).as_nanos();
-            let earlier = u64::try_from(earlier).unwrap_or(u64::MAX);
-            return Moment::from_nanos(sent.as_nanos().saturating_sub(earlier)).min(now);
-        }
-        sent.after(Duration::from_micros(server - then)).min(now)
-    }
 }
 
 type Waiting = HashMap<Owner, (Name, mpsc::UnboundedSender<Push>)>;
@@ -457,17 +433,6 @@ pub(crate) fn session() -> [u8; 16] {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_server_time_is_never_taken_for_a_later_one() {
-        let time = ServerTime::default();
-        let sent = Moment::from_nanos(Clock::Boot.now().as_nanos() - 5_000_000_000);
-        time.note(sent, 70_000_000);
-        assert_eq!(time.local(70_000_000), sent);
-        assert_eq!(time.local(71_000_000), sent.after(Duration::from_secs(1)));
-        assert_eq!(time.local(69_000_000).after(Duration::from_secs(1)), sent, "a word that comes late");
-        assert!(time.local(99_000_000) <= Clock::Boot.now());
-    }
 
     #[test]
     fn prefixes_have_an_end() {

@@ -3,9 +3,10 @@
 //! A lone operation is sent at once, by the task that issued it. While calls are under way, operations queue up, and the next
 //! call takes them all. Nobody waits for a batch to fill.
 
+use super::Database;
 use super::fault::{Fault, unreadable};
 use super::op::{Answer, Op};
-use super::{Database, ServerTime};
+use crate::clock::ServerTime;
 use crate::{Clock, Error, ErrorKind, Moment, Result};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

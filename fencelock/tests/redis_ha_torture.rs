@@ -57,13 +57,14 @@ fn saw_two_holders(verdict: &Verdict) -> bool {
 
 /// Each failover loses what was written in the last moments before it. Every other client cannot reach the Sentinels while it
 /// happens, and goes on believing in its locks.
-async fn sentinel(options: &str) -> (Verdict, usize) {
+async fn sentinel(options: &str, workers: u32) -> (Verdict, usize) {
     let mut sentinels = RedisSentinels::start();
     let proxies: Vec<Proxy> = sentinels.sentinels.iter().map(|sentinel| Proxy::to(sentinel.port())).collect();
     let options = format!("?ttl=5s&patience=20s&{options}");
     let far: Vec<String> = proxies.iter().map(|proxy| format!("127.0.0.1:{}", proxy.port())).collect();
     let urls = [sentinels.url(&options), format!("redis+sentinel://{}/{MASTER}{options}", far.join(","))];
-    let plan = plan(urls[0].clone());
+    let mut plan = plan(urls[0].clone());
+    plan.workers = workers;
     let next = Arc::new(AtomicUsize::new(0));
     let connect: torture::Connect = Arc::new(move |_| {
         let url = urls[next.fetch_add(1, Ordering::SeqCst) % 2].clone();
@@ -142,15 +143,21 @@ fn good(verdict: &Verdict, failovers: usize) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nobody_holds_twice_when_sentinels_fail_over() {
-    let (verdict, failovers) = sentinel("quarantine=auto").await;
+    let (verdict, failovers) = sentinel("quarantine=auto", 2).await;
     good(&verdict, failovers);
 }
 
+/// It takes a lock that is held by somebody who is cut off and wanted by somebody who is not: nearly always there is one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn without_quarantine_a_failover_is_seen_to_give_two_holders() {
-    let (verdict, failovers) = sentinel("quarantine=off").await;
-    println!("{verdict}\n{failovers} failovers");
-    assert!(failovers > 0 && saw_two_holders(&verdict), "{verdict}");
+    for _ in 0..4 {
+        let (verdict, failovers) = sentinel("quarantine=off", 4).await;
+        println!("{verdict}\n{failovers} failovers");
+        if failovers > 0 && saw_two_holders(&verdict) {
+            return;
+        }
+    }
+    panic!("the checker does not see what is there");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -12,6 +12,7 @@ use std::time::Instant;
 const USAGE: &str = "usage: cargo xtask COMMAND
 
   test [ARGS…]   run every test of the workspace, after installing the servers they need; ARGS go to cargo test
+  long           the conformance suite on etcd, ZooKeeper, PostgreSQL, MariaDB and Redlock: about half an hour
   interop        foreign clients (Redis: Python, Node, Rust; ZooKeeper: Java) and fencelock on the same lock, after installing them
   lint           formatting, clippy and documentation, warnings are errors
   bench          compare the file engine with raw system calls, and print ratios";
@@ -24,6 +25,9 @@ fn main() -> ExitCode {
     let rest: Vec<&str> = args.iter().skip(1).map(String::as_str).collect();
     let steps: Vec<Step<'_>> = match args.first().map(String::as_str) {
         Some("test") => return verdict(test(&rest)),
+        Some("long") if rest.is_empty() => {
+            return verdict(install::what_is_missing(install::SERVERS) && suite::long());
+        }
         Some("interop") if rest.is_empty() => return verdict(interop::interop() && curator::curator()),
         Some("lint") if rest.is_empty() => lint(),
         Some("bench") if rest.is_empty() => vec![("benchmark", vec!["bench", "-p", "fencelock", "--bench", "file"])],
@@ -47,7 +51,7 @@ fn test(rest: &[&str]) -> bool {
         && cargo("the library without any engine", &["check", "--quiet", "-p", "fencelock", "--no-default-features"])
         // Tests ask cargo for it; then it is there, whatever the machine has to do besides.
         && cargo("the process that tests kill", &["build", "--quiet", "-p", "fencelock-testkit", "--bin", "fencelock-probe"])
-        && if rest.is_empty() { suite::all() } else { cargo("tests", &named) }
+        && if rest.is_empty() { suite::usual() } else { cargo("tests", &named) }
 }
 
 fn lint<'a>() -> Vec<Step<'a>> {

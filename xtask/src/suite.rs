@@ -12,6 +12,11 @@ use std::time::{Duration, Instant};
 const PROGRAMS: usize = 3;
 const THREADS: &str = "3";
 
+/// The whole conformance suite on servers that do much work for each step: minutes each, one at a time. `cargo xtask long` runs
+/// them, `cargo xtask test` does not.
+const LONG: [&str; 5] =
+    ["conformance_etcd", "conformance_mysql", "conformance_postgres", "conformance_redlock", "conformance_zookeeper"];
+
 /// A test program, and the directory of its package.
 struct Program {
     name: String,
@@ -19,13 +24,33 @@ struct Program {
     dir: PathBuf,
 }
 
-pub(crate) fn all() -> bool {
-    let Some(programs) = build() else { return false };
+impl Program {
+    fn is_long(&self) -> bool {
+        LONG.iter().any(|long| self.name.ends_with(long))
+    }
+}
+
+/// All but the long ones, several at a time; then the examples in the documentation.
+pub(crate) fn usual() -> bool {
+    let Some(mut programs) = build() else { return false };
+    programs.retain(|program| !program.is_long());
+    let done = play_all(programs, PROGRAMS);
+    cargo("examples in the documentation", &["test", "--quiet", "--workspace", "--all-features", "--doc"]) && done
+}
+
+/// The long ones.
+pub(crate) fn long() -> bool {
+    let Some(mut programs) = build() else { return false };
+    programs.retain(Program::is_long);
+    play_all(programs, 1)
+}
+
+fn play_all(programs: Vec<Program>, at_a_time: usize) -> bool {
     let start = Instant::now();
     let queue = Mutex::new(VecDeque::from(programs));
     let failed = Mutex::new(Vec::new());
     std::thread::scope(|scope| {
-        for _ in 0..PROGRAMS {
+        for _ in 0..at_a_time {
             scope.spawn(|| {
                 loop {
                     let next = queue.lock().ok().and_then(|mut queue| queue.pop_front());
@@ -44,9 +69,7 @@ pub(crate) fn all() -> bool {
     if !failed.is_empty() {
         eprintln!("xtask: FAILED: {}", failed.join(", "));
     }
-    let documented =
-        cargo("examples in the documentation", &["test", "--quiet", "--workspace", "--all-features", "--doc"]);
-    failed.is_empty() && documented
+    failed.is_empty()
 }
 
 fn build() -> Option<Vec<Program>> {

@@ -1,7 +1,7 @@
 //! The suite that every engine must pass: plain functions over a [`Subject`], one scenario each.
 //!
 //! [`conformance!`](crate::conformance!) turns all of them into tests. What holds for a mutex must hold for everything that
-//! can serve as one, so the checks of `exclusive` run for each [`Kind`](crate::Kind). No engine is treated specially: what
+//! can serve as one, so the checks of `exclusive` run for each [`Kind`]. No engine is treated specially: what
 //! a check needs and an engine may not have stands in its capability.
 
 #![allow(clippy::unwrap_used, reason = "a check fails by panicking")]

@@ -1,7 +1,7 @@
 //! The resource side: what refuses a holder that does not know yet that it lost the lock.
 //!
 //! A fence keeps the highest [`Token`] that it has seen for a resource. A write with a lower one is refused with
-//! [`ErrorKind::Fenced`](crate::ErrorKind::Fenced), and changes nothing.
+//! [`ErrorKind::Fenced`], and changes nothing.
 //!
 //! | the resource | use |
 //! | --- | --- |

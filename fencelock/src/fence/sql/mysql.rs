@@ -28,7 +28,7 @@ pub fn row(table: &str, filter: &str, params: &[Value]) -> Row<Value> {
 /// Shows the token to the row: from here on nobody older can write it.
 ///
 /// # Errors
-/// As [`write`].
+/// As [`write()`].
 pub async fn raise(connection: &mut impl Queryable, row: &Row<Value>, token: Token) -> Result<()> {
     write(connection, row, token, "", &[]).await
 }
@@ -63,7 +63,7 @@ pub async fn write(
 /// Puts the owner's mark on the row.
 ///
 /// # Errors
-/// As [`write`], without `Fenced`.
+/// As [`write()`], without `Fenced`.
 pub async fn mark(connection: &mut impl Queryable, row: &Row<Value>, owner: Owner) -> Result<()> {
     let owner = owner.to_string();
     let changed = execute(connection, &row.put_mark(DIALECT, owner.as_str().into())).await?;
@@ -78,7 +78,7 @@ pub async fn mark(connection: &mut impl Queryable, row: &Row<Value>, owner: Owne
 /// Changes the row, if it still carries the owner's mark. The mark stays.
 ///
 /// # Errors
-/// As [`write`]; `Fenced` when the row carries another mark.
+/// As [`write()`]; `Fenced` when the row carries another mark.
 pub async fn write_marked(
     connection: &mut impl Queryable,
     row: &Row<Value>,
@@ -111,7 +111,7 @@ pub async fn create_guard(connection: &mut impl Queryable, guard: &Guard) -> Res
 /// Lets the token in for this resource: the first step of the caller's transaction, which does the rest.
 ///
 /// # Errors
-/// `Fenced` when the token is older: nothing was changed; roll back. Others as for [`write`]. Two transactions that come
+/// `Fenced` when the token is older: nothing was changed; roll back. Others as for [`write()`]. Two transactions that come
 /// with the first tokens of a resource at one moment can meet in a deadlock, which the server ends with error 1213: repeat the
 /// transaction, as after any deadlock.
 pub async fn admit(connection: &mut impl Queryable, guard: &Guard, resource: &str, token: Token) -> Result<()> {
@@ -146,7 +146,7 @@ pub async fn newest(connection: &mut impl Queryable, guard: &Guard, resource: &s
 ///
 /// # Errors
 /// * `Conflict`: others changed the row in each attempt. Nothing was changed.
-/// * `Invalid`: there is no such row. `Engine`, `Ambiguous`: as for [`write`]. And whatever `change` returns.
+/// * `Invalid`: there is no such row. `Engine`, `Ambiguous`: as for [`write()`]. And whatever `change` returns.
 pub async fn modify(
     connection: &mut impl Queryable,
     row: &Row<Value>,

@@ -31,7 +31,7 @@ pub fn row<'a>(table: &str, filter: &str, params: &[Param<'a>]) -> Row<Param<'a>
 /// Shows the token to the row: from here on nobody older can write it.
 ///
 /// # Errors
-/// As [`write`].
+/// As [`write()`].
 pub async fn raise(client: &impl GenericClient, row: &Row<Param<'_>>, token: Token) -> Result<()> {
     write(client, row, token, "", &[]).await
 }
@@ -67,7 +67,7 @@ pub async fn write(
 /// Puts the owner's mark on the row.
 ///
 /// # Errors
-/// As [`write`], without `Fenced`.
+/// As [`write()`], without `Fenced`.
 pub async fn mark(client: &impl GenericClient, row: &Row<Param<'_>>, owner: Owner) -> Result<()> {
     let owner = owner.to_string();
     let changed = execute(client, &row.put_mark(DIALECT, &owner)).await?;
@@ -77,7 +77,7 @@ pub async fn mark(client: &impl GenericClient, row: &Row<Param<'_>>, owner: Owne
 /// Changes the row, if it still carries the owner's mark. The mark stays.
 ///
 /// # Errors
-/// As [`write`]; `Fenced` when the row carries another mark.
+/// As [`write()`]; `Fenced` when the row carries another mark.
 pub async fn write_marked(
     client: &impl GenericClient,
     row: &Row<Param<'_>>,
@@ -111,7 +111,7 @@ pub async fn create_guard(client: &impl GenericClient, guard: &Guard) -> Result<
 /// Lets the token in for this resource: the first step of the caller's transaction, which does the rest.
 ///
 /// # Errors
-/// `Fenced` when the token is older: nothing was changed; roll back. Others as for [`write`].
+/// `Fenced` when the token is older: nothing was changed; roll back. Others as for [`write()`].
 pub async fn admit(client: &impl GenericClient, guard: &Guard, resource: &str, token: Token) -> Result<()> {
     let (resource, token_number) = (Name::new(resource)?, number(token)?);
     let name = resource.as_str();
@@ -146,7 +146,7 @@ pub type Values = Vec<Box<dyn ToSql + Sync + Send>>;
 ///
 /// # Errors
 /// * `Conflict`: others changed the row in each attempt. Nothing was changed.
-/// * `Invalid`: there is no such row. `Engine`, `Ambiguous`: as for [`write`]. And whatever `change` returns.
+/// * `Invalid`: there is no such row. `Engine`, `Ambiguous`: as for [`write()`]. And whatever `change` returns.
 ///
 /// ```no_run
 /// # use fencelock::fence::{Retry, sql::postgres};

@@ -21,7 +21,7 @@ pub fn row<'a>(table: &str, filter: &str, params: &[Param<'a>]) -> Row<Param<'a>
 /// Shows the token to the row: from here on nobody older can write it.
 ///
 /// # Errors
-/// As [`write`].
+/// As [`write()`].
 pub fn raise(connection: &Connection, row: &Row<Param<'_>>, token: Token) -> Result<()> {
     write(connection, row, token, "", &[])
 }
@@ -65,7 +65,7 @@ pub fn write(
 /// Puts the owner's mark on the row.
 ///
 /// # Errors
-/// As [`write`], without `Fenced`.
+/// As [`write()`], without `Fenced`.
 pub fn mark(connection: &Connection, row: &Row<Param<'_>>, owner: Owner) -> Result<()> {
     let owner = owner.to_string();
     if row.must_look(execute(connection, &row.put_mark(DIALECT, &owner))?)? { Err(row.no_row()) } else { Ok(()) }
@@ -74,7 +74,7 @@ pub fn mark(connection: &Connection, row: &Row<Param<'_>>, owner: Owner) -> Resu
 /// Changes the row, if it still carries the owner's mark. The mark stays.
 ///
 /// # Errors
-/// As [`write`]; `Fenced` when the row carries another mark.
+/// As [`write()`]; `Fenced` when the row carries another mark.
 pub fn write_marked(
     connection: &Connection,
     row: &Row<Param<'_>>,
@@ -105,7 +105,7 @@ pub fn create_guard(connection: &Connection, guard: &Guard) -> Result<()> {
 /// Lets the token in for this resource: the first step of the caller's transaction, which does the rest.
 ///
 /// # Errors
-/// `Fenced` when the token is older: nothing was changed; roll back. Others as for [`write`].
+/// `Fenced` when the token is older: nothing was changed; roll back. Others as for [`write()`].
 pub fn admit(connection: &Connection, guard: &Guard, resource: &str, token: Token) -> Result<()> {
     let (resource, token_number) = (Name::new(resource)?, number(token)?);
     let mut insert = connection.prepare_cached(&guard.admit(DIALECT)).map_err(explain)?;
@@ -135,7 +135,7 @@ fn newest_number(connection: &Connection, guard: &Guard, resource: &str) -> Resu
 ///
 /// # Errors
 /// * `Conflict`: others changed the row in each attempt. Nothing was changed.
-/// * `Invalid`: there is no such row. `Unavailable`, `Engine`: as for [`write`]. And whatever `change` returns.
+/// * `Invalid`: there is no such row. `Unavailable`, `Engine`: as for [`write()`]. And whatever `change` returns.
 pub fn modify(
     connection: &Connection,
     row: &Row<Param<'_>>,

@@ -12,7 +12,7 @@ use std::time::Instant;
 const USAGE: &str = "usage: cargo xtask COMMAND
 
   test [ARGS…]   run every test of the workspace, after installing the servers they need; ARGS go to cargo test
-  long           the conformance suite on etcd, ZooKeeper, PostgreSQL, MariaDB and Redlock: about half an hour
+  long           conformance, faults and torture of etcd, ZooKeeper, PostgreSQL, MariaDB and Redlock: about half an hour
   interop        foreign clients (Redis: Python, Node, Rust; etcdctl) and fencelock on the same lock, after installing them
   curator        the same with Curator, the Java client of ZooKeeper; needs Maven
   lint           formatting, clippy and documentation, warnings are errors

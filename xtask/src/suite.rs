@@ -12,10 +12,23 @@ use std::time::{Duration, Instant};
 const PROGRAMS: usize = 3;
 const THREADS: &str = "3";
 
-/// The whole conformance suite on servers that do much work for each step: minutes each, one at a time. `cargo xtask long` runs
-/// them, `cargo xtask test` does not.
-const LONG: [&str; 5] =
-    ["conformance_etcd", "conformance_mysql", "conformance_postgres", "conformance_redlock", "conformance_zookeeper"];
+/// What takes minutes, or needs the machine for itself: the conformance suites, faults and tortures of engines that are a preview.
+/// `cargo xtask long` runs them one at a time, `cargo xtask test` does not.
+const LONG: [&str; 13] = [
+    "conformance_etcd",
+    "conformance_mysql",
+    "conformance_postgres",
+    "conformance_redlock",
+    "conformance_zookeeper",
+    "etcd_faults",
+    "etcd_torture",
+    "redlock_faults",
+    "redlock_torture",
+    "sql_faults",
+    "sql_torture",
+    "zookeeper_faults",
+    "zookeeper_torture",
+];
 
 /// A test program, and the directory of its package.
 struct Program {

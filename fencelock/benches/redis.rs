@@ -18,7 +18,6 @@ async fn main() {
     let args: Vec<String> = std::env::args().collect();
     match args.get(1).map(String::as_str) {
         Some("peer") => peer(&args[2], args[3].parse().expect("a number of tasks")).await,
-        Some("only") => only(&args[2], args[3].parse().expect("a number of tasks")).await,
         _ => compare().await,
     }
 }
@@ -26,13 +25,6 @@ async fn main() {
 async fn peer(url: &str, tasks: usize) {
     let client = fencelock::connect(url).await.expect("the server is there");
     measure::peer(&client, "hand-over", tasks, SPAN).await.expect("the lock works");
-    client.close().await.expect("closing works");
-}
-
-async fn only(url: &str, tasks: usize) {
-    let client = fencelock::connect(url).await.expect("the server is there");
-    let ours = measure::pairs(&client, "bench:", tasks, SPAN).await.expect("the lock works");
-    println!("{tasks} tasks {:.0} {:?} {:?}", ours.per_second, ours.acquire, ours.release);
     client.close().await.expect("closing works");
 }
 

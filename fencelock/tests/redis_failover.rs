@@ -161,6 +161,28 @@ async fn the_quarantine_is_as_long_as_the_longest_lease() {
     assert!(["another 300", "another 29"].iter().any(|span| error.to_string().contains(span)), "{error}");
 }
 
+/// On a cluster every shard hears of it, and a promoted replica finds what its predecessor noted, whoever connects.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_shard_waits_for_the_longest_lease_of_its_own() {
+    let mut cluster = RedisCluster::start();
+    let client = at_cluster(&cluster, "?ttl=1s&replicas=1").await;
+    let shard_of = |cluster: &RedisCluster, name: &str| cluster.master_of(cluster.slot(name));
+    let names: Vec<String> = (0..3)
+        .map(|shard| (0..).map(|n| format!("n:{n}")).find(|name| shard_of(&cluster, name) == shard).unwrap())
+        .collect();
+    for name in &names {
+        let guard = client.mutex(name).ttl(Duration::from_secs(300)).acquire().await.unwrap();
+        guard.release().await.unwrap();
+    }
+    // The shard that heard of it last.
+    cluster.nodes[2].kill();
+    let promoted = || cluster.nodes[5].ask::<String>(&["INFO", "replication"]).contains("role:master");
+    in_time("the replica is promoted", async { eventually("promoted", async || promoted()).await }).await;
+    let other = at_cluster(&cluster, "?ttl=1s&patience=15s").await;
+    let error = in_time("an answer", other.mutex(&names[2]).try_acquire()).await.unwrap_err();
+    assert!(["another 300", "another 29"].iter().any(|span| error.to_string().contains(span)), "{error}");
+}
+
 async fn grant_after_failover(sentinels: &mut RedisSentinels, options: &str) -> (Duration, Guard, Guard) {
     let client = connect(sentinels.url(&format!("?ttl=6s&patience=20s&{options}"))).await.unwrap();
     let held = client.mutex(NAME).acquire().await.unwrap();

@@ -159,7 +159,7 @@ impl Cluster {
         let mut map = self.map();
         map.edition += 1;
         let mut slots: Vec<Arc<str>> = vec!["".into(); usize::from(SLOTS)];
-        let mut lowest: HashMap<&str, (u16, &str)> = HashMap::new();
+        let mut lowest: HashMap<&str, u16> = HashMap::new();
         for range in ranges {
             let address: Arc<str> = range.address.as_str().into();
             for slot in range.first..=range.last {
@@ -167,8 +167,8 @@ impl Cluster {
                     *place = Arc::clone(&address);
                 }
             }
-            let first = lowest.entry(&range.address).or_insert((range.first, &range.id));
-            first.0 = first.0.min(range.first);
+            let first = lowest.entry(&range.address).or_insert(range.first);
+            *first = range.first.min(*first);
         }
         map.slots = slots;
         map.nodes.retain(|address, node| {
@@ -178,9 +178,9 @@ impl Cluster {
             }
             serves
         });
-        for (address, (slot, id)) in lowest {
-            // The node's own marker, in a slot that it serves.
-            let place = format!(":{id}:{}", tag_of(slot));
+        for (address, slot) in lowest {
+            // The shard's marker, in a slot that it serves. A replica that is promoted finds its predecessor's there.
+            let place = tag_of(slot);
             if let Some(node) = map.nodes.get(address) {
                 node.link.move_to(place);
             } else if let Some((host, port)) = host_and_port(address, 0)
@@ -248,7 +248,6 @@ struct Range {
     first: u16,
     last: u16,
     address: String,
-    id: String,
 }
 
 /// Reads the answer to CLUSTER SLOTS, which `asked` gave: a node that does not know its own address leaves it out.
@@ -257,13 +256,12 @@ fn read_ranges(value: &Value, asked: &str) -> Vec<Range> {
     let read = |range: &Value| {
         let Value::Array(parts) = range else { return None };
         let [Value::Int(first), Value::Int(last), Value::Array(master), ..] = parts.as_slice() else { return None };
-        let [host, Value::Int(port), id, ..] = master.as_slice() else { return None };
+        let [host, Value::Int(port), ..] = master.as_slice() else { return None };
         let host = text(host).filter(|host| !host.is_empty() && host != "?").unwrap_or_else(|| asked.to_owned());
         Some(Range {
             first: u16::try_from(*first).ok()?,
             last: u16::try_from(*last).ok()?,
             address: if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") },
-            id: text(id)?,
         })
     };
     ranges.iter().filter_map(read).collect()

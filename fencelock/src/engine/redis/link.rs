@@ -83,6 +83,8 @@ pub(super) struct Plan {
 pub(super) struct Link {
     plan: Plan,
     open: Mutex<Option<Open>>,
+    /// The longest lease that a successor of this server would wait for on behalf of this client, in ms.
+    announced: AtomicU64,
     /// Only one task connects.
     connecting: tokio::sync::Mutex<()>,
     server_time: ServerTime,
@@ -96,6 +98,7 @@ impl Link {
         Self {
             plan,
             open: Mutex::new(None),
+            announced: AtomicU64::new(0),
             connecting: tokio::sync::Mutex::new(()),
             server_time: ServerTime::default(),
         }
@@ -180,6 +183,7 @@ impl Link {
             open.sharded = server.sharded_channels();
             let longest = self.plan.longest.load(Ordering::Relaxed);
             open.quarantine = self.check(&mut connection, &server, longest).await?;
+            self.announced.store(longest, Ordering::Relaxed);
         }
         if let Some(quarantine) = open.quarantine() {
             tracing::warn!("nothing is granted to new owners for {:.1?}: {}", quarantine.left(), quarantine.reason());
@@ -221,9 +225,11 @@ impl Link {
     /// Makes sure that a successor of this server would wait for as long as this lease.
     pub(super) async fn announce(&self, lease: Duration) -> Result<(), Fault> {
         let longest = u64::try_from(lease.as_millis()).unwrap_or(u64::MAX);
-        if self.plan.policy == Policy::Off || self.plan.longest.load(Ordering::Relaxed) >= longest {
+        if self.plan.policy == Policy::Off || self.announced.load(Ordering::Relaxed) >= longest {
             return Ok(());
         }
+        // Whichever server is connected to next hears of it, too.
+        self.plan.longest.fetch_max(longest, Ordering::Relaxed);
         let open = self.open().await?;
         let mut connection = open.connection.clone();
         let announcing = async {
@@ -236,7 +242,7 @@ impl Link {
             }
             return Err(fault);
         }
-        self.plan.longest.fetch_max(longest, Ordering::Relaxed);
+        self.announced.fetch_max(longest, Ordering::Relaxed);
         Ok(())
     }
 

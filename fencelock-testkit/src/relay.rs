@@ -60,7 +60,7 @@ impl Engine for Relay {
 
     async fn acquire(&self, claim: &Claim, wait: bool) -> Result<Option<Grant>> {
         let patience = if wait { Patience::Endless } else { Patience::None };
-        let (name, label) = (claim.name.as_str(), claim.label.as_str());
+        let (name, label) = (claim.name.as_str(), &*claim.label);
         let ask = Ask { name, mode: claim.mode, ttl: claim.ttl, label, owner: Some(claim.owner) };
         let Some(guard) = ask.of(&self.client, patience).await? else { return Ok(None) };
         let lost = guard.lost();

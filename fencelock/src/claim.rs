@@ -4,6 +4,7 @@ use crate::{Error, Moment, Name, Result, Token};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How a lock is held. Mutex, read/write lock and semaphore are only modes of one line.
@@ -116,7 +117,7 @@ pub struct Claim {
     /// How long the engine keeps the grant alive without a renewal.
     pub ttl: Duration,
     /// Who asks, for people who look at the line.
-    pub label: String,
+    pub label: Arc<str>,
     /// An exclusive claim was made as that of a writer among readers. To the line it is one like any other; other programs, with
     /// which an engine shares its layout, may have a recipe of its own for it.
     pub writer: bool,

@@ -62,7 +62,7 @@ struct Inner {
     keeper: Arc<Keeper>,
     ttl: Duration,
     /// The label of claims that bring none: machine and process.
-    label: String,
+    label: Arc<str>,
 }
 
 impl Drop for Inner {
@@ -95,7 +95,7 @@ impl Client {
 
     fn build(engine: Arc<dyn Engine>, ttl: Duration) -> Self {
         let keeper = Keeper::new(Arc::clone(&engine));
-        Self(Arc::new(Inner { engine, keeper, ttl, label: own_label() }))
+        Self(Arc::new(Inner { engine, keeper, ttl, label: fit_label(&own_label()).into() }))
     }
 
     /// A mutex: one holder at a time.
@@ -193,7 +193,7 @@ impl Client {
         self.0.ttl
     }
 
-    pub(crate) fn default_label(&self) -> &str {
+    pub(crate) fn default_label(&self) -> &Arc<str> {
         &self.0.label
     }
 

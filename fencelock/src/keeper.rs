@@ -332,6 +332,7 @@ impl Keeper {
             if deadline >= held.cap || renewal >= deadline { (Task::Expire, deadline) } else { (Task::Renew, renewal) };
         table.schedule(held, task, at);
         if at < table.sleeps_until {
+            table.sleeps_until = at;
             self.wake.notify_one();
         }
     }
@@ -544,7 +545,12 @@ impl Keeper {
                 }
             }
         }
-        let next = table.queue.first_key_value().map_or(Moment::NEVER, |((at, _), _)| *at);
+        let mut next = table.queue.first_key_value().map_or(Moment::NEVER, |((at, _), _)| *at);
+        // Those who hold for a moment only are gone before their renewals are due. To wake up in vain once costs less than to be
+        // woken by each of them.
+        if table.sleeps_until > now {
+            next = next.min(table.sleeps_until);
+        }
         table.sleeps_until = next;
         drop(table);
         for held in over {

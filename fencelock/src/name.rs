@@ -19,22 +19,32 @@ impl Name {
     /// # Errors
     /// `Invalid` when it is empty or longer than [`Name::MAX`] bytes.
     pub fn new(name: impl AsRef<str>) -> Result<Self> {
-        let name = name.as_ref();
-        match name.len() {
-            0 => Err(Error::invalid("the lock's name is empty; give it 1 to 512 bytes")),
-            1..=Self::MAX => Ok(Self(name.into())),
-            length => {
-                let start: String = name.chars().take(24).collect();
-                Err(Error::invalid(format!(
-                    "the lock's name {start:?}… is {length} bytes long; shorten it to 512 (or use a hash of it)"
-                )))
-            }
-        }
+        check(name.as_ref())?;
+        Ok(Self(name.as_ref().into()))
+    }
+
+    /// The same for a text that is shared already.
+    pub(crate) fn shared(name: &Arc<str>) -> Result<Self> {
+        check(name)?;
+        Ok(Self(Arc::clone(name)))
     }
 
     /// The name as text.
     pub fn as_str(&self) -> &str {
         &self.0
+    }
+}
+
+fn check(name: &str) -> Result<()> {
+    match name.len() {
+        0 => Err(Error::invalid("the lock's name is empty; give it 1 to 512 bytes")),
+        1..=Name::MAX => Ok(()),
+        length => {
+            let start: String = name.chars().take(24).collect();
+            Err(Error::invalid(format!(
+                "the lock's name {start:?}… is {length} bytes long; shorten it to 512 (or use a hash of it)"
+            )))
+        }
     }
 }
 

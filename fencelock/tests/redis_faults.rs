@@ -606,7 +606,7 @@ async fn a_deleted_line_forms_again() {
     let _second = queue(near, near, "second").await;
     for part in ["q", "w"] {
         for (key, _) in server.keys() {
-            if key.starts_with(&format!("fencelock:1{part}:")) {
+            if key.starts_with(&format!("fencelock:{part}:")) {
                 server.run(&["DEL", &key]);
             }
         }
@@ -658,7 +658,7 @@ async fn a_repeated_acquire_gets_a_good_token_without_the_counter() {
         let mutex = far.clone();
         let acquire = tokio::spawn(async move { hold(&mutex, mode).await });
         until_line(near, NAME, 1, 0).await;
-        server.run(&["DEL", "fencelock:t", &format!("fencelock:1w:{{{NAME}}}")]);
+        server.run(&["DEL", "fencelock:t", &format!("fencelock:w:{NAME}")]);
         proxy.heal();
         let guard = at_once("it is granted", acquire).await.unwrap();
         let token = guard.token();
@@ -693,7 +693,7 @@ async fn evicted_readers_still_keep_writers_out() {
     let World { server, near, .. } = &World::new().await;
     let ttl = Duration::from_secs(1);
     let reader = near.rwlock(NAME).ttl(ttl).read().await.unwrap();
-    server.run(&["DEL", &format!("fencelock:1d:{{{NAME}}}")]);
+    server.run(&["DEL", &format!("fencelock:d:{NAME}")]);
     while reader.is_valid() {
         assert!(near.rwlock(NAME).try_write().await.unwrap().is_none() || !reader.is_valid());
         tokio::time::sleep(Duration::from_millis(5)).await;

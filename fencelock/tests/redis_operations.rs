@@ -152,7 +152,7 @@ async fn bad_urls_do_not_give_the_password_away() {
 }
 
 /// What a user must be allowed to do, and nothing else; docs/engines/redis.md has the same list.
-const RIGHTS: [&str; 28] = [
+const RIGHTS: [&str; 29] = [
     "~*",
     "&fencelock:inbox:*",
     "+eval",
@@ -181,6 +181,7 @@ const RIGHTS: [&str; 28] = [
     "+zrank",
     "+zcard",
     "+zscore",
+    "+zmscore",
 ];
 /// Further ones, for what happens in the background or makes waiting behind foreign clients shorter.
 const QUIET_RIGHTS: [&str; 4] = ["&__keyspace@0__:*", "+unsubscribe", "+zrangebyscore", "+zremrangebyscore"];

@@ -25,15 +25,15 @@ use tokio::time::Instant;
 pub struct All {
     options: Options,
     /// As the caller named them, without repetitions.
-    names: Vec<String>,
+    names: Vec<Arc<str>>,
 }
 
 impl All {
     pub(crate) fn new(client: &Client, names: impl IntoIterator<Item = impl AsRef<str>>) -> Self {
-        let mut kept: Vec<String> = Vec::new();
+        let mut kept: Vec<Arc<str>> = Vec::new();
         for name in names {
-            if !kept.iter().any(|known| known == name.as_ref()) {
-                kept.push(name.as_ref().to_owned());
+            if !kept.iter().any(|known| **known == *name.as_ref()) {
+                kept.push(name.as_ref().into());
             }
         }
         Self { options: Options::new(client, ""), names: kept }
@@ -86,7 +86,7 @@ impl All {
         for name in &self.names {
             self.options.request(name, Mode::Exclusive, owner)?;
         }
-        let mut sorted: Vec<&String> = self.names.iter().collect();
+        let mut sorted: Vec<&Arc<str>> = self.names.iter().collect();
         sorted.sort();
         let until = match wait {
             // A span beyond the clock's end is for ever.
@@ -116,7 +116,7 @@ impl All {
         for guard in guards {
             guard.defuse();
         }
-        parts.sort_by_key(|held| self.names.iter().position(|name| name == held.hold.name.as_str()));
+        parts.sort_by_key(|held| self.names.iter().position(|name| **name == *held.hold.name.as_str()));
         Ok(Some(Guard::new(self.options.client.clone(), parts)))
     }
 }

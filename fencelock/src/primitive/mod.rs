@@ -12,7 +12,7 @@ pub use mutex::Mutex;
 pub use rwlock::RwLock;
 pub use semaphore::Semaphore;
 
-use crate::client::{Client, Request, Wait, fit_label};
+use crate::client::{Client, Request, Wait};
 use crate::keeper::Held;
 use crate::{Claim, Error, ErrorKind, Guard, Mode, Name, Owner, Result};
 use std::sync::Arc;
@@ -22,10 +22,10 @@ use std::time::Duration;
 #[derive(Debug, Clone)]
 pub(crate) struct Options {
     client: Client,
-    name: String,
+    name: Arc<str>,
     ttl: Duration,
     max_hold: Option<Duration>,
-    label: Option<String>,
+    label: Option<Arc<str>>,
     owner: Option<Owner>,
     /// [`Claim::writer`]
     writer: bool,
@@ -35,7 +35,7 @@ impl Options {
     fn new(client: &Client, name: &str) -> Self {
         Self {
             client: client.clone(),
-            name: name.to_owned(),
+            name: name.into(),
             ttl: client.default_ttl(),
             max_hold: None,
             label: None,
@@ -44,15 +44,14 @@ impl Options {
         }
     }
 
-    fn request(&self, name: &str, mode: Mode, owner: Owner) -> Result<Request> {
-        let label = self.label.as_deref().unwrap_or(self.client.default_label());
+    fn request(&self, name: &Arc<str>, mode: Mode, owner: Owner) -> Result<Request> {
         Ok(Request {
             claim: Claim {
-                name: Name::new(name).map_err(|error| error.during("acquire"))?,
+                name: Name::shared(name).map_err(|error| error.during("acquire"))?,
                 mode,
                 owner,
                 ttl: self.ttl,
-                label: fit_label(label),
+                label: Arc::clone(self.label.as_ref().unwrap_or(self.client.default_label())),
                 writer: self.writer && mode == Mode::Exclusive,
             },
             max_hold: self.max_hold,
@@ -65,7 +64,7 @@ impl Options {
         self.owner.unwrap_or_else(Owner::random)
     }
 
-    async fn hold(&self, name: &str, mode: Mode, owner: Owner, wait: Wait) -> Result<Option<Arc<Held>>> {
+    async fn hold(&self, name: &Arc<str>, mode: Mode, owner: Owner, wait: Wait) -> Result<Option<Arc<Held>>> {
         self.client.acquire(&self.request(name, mode, owner)?, wait).await
     }
 
@@ -133,7 +132,7 @@ macro_rules! options {
         /// Who asks, for people who look at the line (default: machine and process id). Cut to 120 bytes.
         #[must_use]
         pub fn label(mut self, text: impl Into<String>) -> Self {
-            self.options.label = Some(text.into());
+            self.options.label = Some($crate::client::fit_label(&text.into()).into());
             self
         }
 

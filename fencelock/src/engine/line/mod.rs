@@ -173,7 +173,7 @@ impl<'a, S: Shelf, W: World> Line<'a, S, W> {
             token: 0,
             deadline: now,
             since: now,
-            label: claim.label.clone(),
+            label: claim.label.to_string(),
         };
         self.shelf.put(number, &entry)?;
         self.shelf.head().end = number + 1;

@@ -135,7 +135,6 @@ pub(crate) async fn open(url: &Url, text: &str) -> Result<RedisEngine> {
         session,
         waiting: Mutex::new(Waiting::default()),
         arrived: tokio::sync::Mutex::new(arrived),
-        keys: Mutex::default(),
         note: Mutex::new((String::new(), "".into())),
         doubt: tokio::sync::Notify::new(),
         address,

@@ -83,12 +83,12 @@ impl Cluster {
         })
     }
 
-    pub(super) async fn submit(&self, op: Op) -> Outcome {
-        let mut way = Way::to(self, op.keys.slot);
+    pub(super) async fn submit(&self, op: &Op) -> Outcome {
+        let mut way = Way::to(self, op.key.slot);
         let mut repeated = false;
         loop {
             let (node, asking) = way.node().await?;
-            let outcome = if asking { node.post.submit_asking(&op).await } else { node.post.submit(op.clone()).await };
+            let outcome = if asking { node.post.submit_asking(op).await } else { node.post.submit(op).await };
             match outcome {
                 Ok(answer) => return Ok(Answer { repeated: answer.repeated | repeated, ..answer }),
                 Err(fault) => {
@@ -101,7 +101,7 @@ impl Cluster {
 
     /// Those of one slot travel together.
     pub(super) async fn submit_all(&self, ops: &[Op]) -> Vec<Outcome> {
-        futures_util::future::join_all(ops.iter().map(|op| self.submit(op.clone()))).await
+        futures_util::future::join_all(ops.iter().map(|op| self.submit(op))).await
     }
 
     pub(super) async fn ask(&self, slot: u16, command: impl Fn(&Open) -> Cmd + Send + Sync) -> Result<Value, Fault> {
@@ -116,7 +116,14 @@ impl Cluster {
     }
 
     pub(super) async fn announce(&self, slot: u16, lease: Duration) -> Result<(), Fault> {
-        self.node(slot).await?.post.announce(lease).await
+        let mut way = Way::to(self, slot);
+        loop {
+            let (node, _) = way.node().await?;
+            match node.post.announce(lease).await {
+                Err(fault) => way.goes_on(fault).await?,
+                done => return done,
+            }
+        }
     }
 
     /// Asks the cluster who serves what, unless somebody has since `edition`.

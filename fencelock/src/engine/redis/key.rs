@@ -1,32 +1,22 @@
 //! The keys of a lock: its name itself, and companions that live in the same slot of a cluster, whatever braces the name has.
 
+use crate::Name;
 use std::sync::LazyLock;
 
 pub(super) const SLOTS: u16 = 16_384;
 
-/// The keys of one lock.
+/// The key of one lock. The names of the others are made by `line.lua`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Keys {
-    /// Of a cluster; all keys of the lock fall into it.
+pub(super) struct Key {
+    pub(super) name: Name,
+    /// Of a cluster; all keys of the lock fall into it. 0 elsewhere.
     pub(super) slot: u16,
-    pub(super) main: String,
-    pub(super) queue: String,
-    pub(super) records: String,
-    pub(super) deadlines: String,
-    pub(super) tombstones: String,
 }
 
-impl Keys {
-    pub(super) fn of(name: &str) -> Self {
-        let companion = |part: char| companion(name, part);
-        Self {
-            slot: slot(tag(name).unwrap_or(name).as_bytes()),
-            main: name.to_owned(),
-            queue: companion('q'),
-            records: companion('w'),
-            deadlines: companion('d'),
-            tombstones: companion('x'),
-        }
+impl Key {
+    pub(super) fn of(name: Name, on_cluster: bool) -> Self {
+        let slot = if on_cluster { slot(tag(name.as_str()).unwrap_or(name.as_str()).as_bytes()) } else { 0 };
+        Self { name, slot }
     }
 }
 
@@ -42,8 +32,8 @@ pub(super) fn tag_of(slot: u16) -> String {
     format!("{{{}}}", TAGS[usize::from(slot % SLOTS)])
 }
 
-/// Matches the keys of all lines in which somebody waits; see [`name_of`].
-pub(super) const QUEUE_PATTERN: &str = "fencelock:[0-2]q:*";
+/// The start of the keys of all lines in which somebody waits.
+pub(super) const QUEUES: &str = "fencelock:q:";
 
 /// Matches the keys that start with `prefix`.
 pub(super) fn pattern_of(prefix: &str) -> String {
@@ -71,15 +61,10 @@ pub(crate) fn companion(name: &str, part: char) -> String {
     }
 }
 
-/// The name that the key of a line belongs to.
-pub(super) fn name_of(key: &str) -> Option<&str> {
-    let rest = key.strip_prefix("fencelock:")?;
-    match (rest.get(..3)?, rest.get(3..)?) {
-        ("0q:", name) => Some(name),
-        ("1q:", name) => name.strip_prefix('{')?.strip_suffix('}'),
-        ("2q:", name) => name.split_once('}').map(|(_, name)| name),
-        _ => None,
-    }
+/// The name that the key of a line belongs to; on a cluster there is a tag before it.
+pub(super) fn name_of(key: &str, on_cluster: bool) -> Option<&str> {
+    let rest = key.strip_prefix(QUEUES)?;
+    if on_cluster { rest.split_once('}').map(|(_, name)| name) } else { Some(rest) }
 }
 
 /// The part of a key that its slot is computed from, if it is not all of it.
@@ -138,21 +123,22 @@ mod tests {
     proptest! {
         #[test]
         fn all_keys_of_a_lock_share_its_slot_and_tell_its_name(name in "[a-c{}:]{1,12}") {
-            let keys = Keys::of(&name);
-            for key in [&keys.queue, &keys.records, &keys.deadlines, &keys.tombstones] {
-                prop_assert_eq!(slot_of(key), slot_of(&name), "{} of {}", key, name);
+            let key = Key::of(Name::new(&name).unwrap(), true);
+            prop_assert_eq!(key.slot, slot_of(&name));
+            for part in ["q:", "w:", "d:", "x", "t"] {
+                let companion = format!("fencelock:{part}{}{name}", tag_of(key.slot));
+                prop_assert_eq!(slot_of(&companion), key.slot, "{} of {}", companion, name);
             }
-            prop_assert_eq!(name_of(&keys.queue), Some(name.as_str()));
-            // The script derives these two from the queue's.
-            prop_assert_eq!(keys.queue.replacen('q', "w", 1), keys.records);
-            prop_assert_eq!(keys.queue.replacen('q', "d", 1), keys.deadlines);
+            let (queue, tagged) = (format!("{QUEUES}{name}"), format!("{QUEUES}{}{name}", tag_of(key.slot)));
+            prop_assert_eq!(name_of(&tagged, true), Some(name.as_str()));
+            prop_assert_eq!(name_of(&queue, false), Some(name.as_str()));
+            prop_assert_eq!(slot_of(&companion(&name, 'f')), key.slot);
         }
 
         #[test]
-        fn different_names_have_different_keys(one in "[a{}]{1,6}", two in "[a{}]{1,6}") {
+        fn different_names_have_different_companions(one in "[a{}]{1,6}", two in "[a{}]{1,6}") {
             prop_assume!(one != two);
-            let (one, two) = (Keys::of(&one), Keys::of(&two));
-            prop_assert_ne!(one.queue, two.queue);
+            prop_assert_ne!(companion(&one, 'f'), companion(&two, 'f'));
         }
     }
 }

@@ -1,26 +1,28 @@
 -- Carries out a batch of operations on lines. All that changes a lock happens in here, atomically.
 --
 -- Operations of the same kind, lifetime and note travel as a group.
--- KEYS, per group all K, then all Q, then (not for r and n) all X of its operations, all of one slot:
+-- KEYS: the K of all operations, all of one slot, and T:
 --   K  the lock's name itself: who holds. While it is held exclusively, owner ':' token \n session \n label (a value that nobody
 --      else has, as in the common recipe, so that its clients and fencelock exclude each other), and at the end the byte 1 if
 --      somebody may wait for it; 'fencelock:shared' or 'fencelock:permit:N' otherwise
+--   T  the newest token of all locks that share it: 'fencelock:t', and on a cluster a tag that moves it to the slot of K. A token
+--      is a time in µs, that of the grant, or later.
+-- and beside them, named after K and the tag of T:
 --   Q  waiters, a sorted set by time of arrival in µs
---   X  tombstones: owners whose claims were given up and must not come to life by a late message; a sorted set by time in ms
---   and beside Q, under names that differ from its name in one letter:
 --   W  records of waiters, and of those who hold together: a hash by owner
 --   D  ends of the leases of those who hold together, in µs: a sorted set by owner
--- and at the end T, the newest token of all locks that share it. A token is a time in µs, that of the grant, or later.
--- ARGV: claim window ms, life of T ms, life of Q, W and X ms; 1 in quarantine (see takeover.lua): nothing is granted to new
---   owners, except by the release of one who holds alone; how inboxes are named on a cluster (s: or p: and what is appended;
---   empty elsewhere); then per group:
---   operation, count, ttl ms, what is noted of the owners (\n session \n label), then each owner
+--   X  tombstones, of all locks that share T: owners whose claims were given up and must not come to life by a late message, each
+--      followed by K; a sorted set by time in ms. It is there also if there is a Q.
+-- ARGV: life of T in ms; 1 in quarantine (see takeover.lua: nothing is granted to new owners, except by the release of one who
+--   holds alone), 0 otherwise, and on a cluster behind it how inboxes are named (s: or p: and what is appended); then per group:
+--   operation, count; for a, t and n also ttl in ms and what is noted of the owners (\n session \n label); then each owner
 --   (for n, r and x the owner is followed by ':' token \n if that is known: then only this hold is meant, and no other one of
 --   the same owner)
 -- Operations; a and t are followed by the mode (e, s, p) and, unless both are 0, ':' permits ':' time of arrival:
 --   a acquire or wait; also a waiter's look at its place (idempotent)   t acquire or leave it
 --   r release   x release for good: leaves a tombstone   n renew   v evict all holders
--- Reply: server time in µs if that mattered, 0 otherwise; then per operation one of
+-- Reply: server time in µs if that mattered, 0 otherwise; then per group its number if all its replies are that number, and else
+--   all of them:
 --   token held for the ttl          {2, arrival, look again in ms, 1 if a foreigner holds and this is the first} waiting
 --   {3} busy                        {4, 1 freed | 2 withdrawn | 0 nothing}     {5, 1 | 0} renewed or gone
 --   {6, n} in use with n permits    {7} its owner has given it up              {8, count} evicted
@@ -30,46 +32,68 @@
 -- waiter. A granted waiter holds for the claim window, until it looks or renews.
 --
 -- The common case, locks that nobody else is at, is handled a group at a time in the loop at the end; the rest, one by one, by
--- what set_up makes when it is needed.
+-- what set_up makes when it is needed. Functions take no local variable from outside: that would cost every call something.
 
-local call, format, find, byte = redis.call, string.format, string.find, string.byte
+local call = redis.call
 local T = KEYS[#KEYS]
+local now, newest
 
-local now, now_text
-local function tell_time()
-  local time = call('TIME')
-  now = time[1] * 1000000 + time[2]
-  now_text = format('%.0f', now)
+-- One operation that travels alone, on a lock that nobody else is at: in the fewest steps, since somebody waits for just this.
+if #KEYS == 2 and ARGV[4] == '1' then
+  local K = KEYS[1]
+  if ARGV[3] == 'r' then
+    local value = call('GET', K)
+    if value and string.find(value, ARGV[5], 1, true) == 1 and string.byte(value, -1) ~= 1 then
+      call('DEL', K)
+      return {0, 4}
+    end
+  elseif ARGV[3] == 'ae' and ARGV[2] == '0' and call('EXISTS', 'fencelock:x') == 0 then
+    local time = call('TIME')
+    now = time[1] * 1000000 + time[2]
+    local text = string.format('%.0f', now)
+    newest = tonumber(call('SET', T, text, 'PX', ARGV[1], 'GET') or 0)
+    if newest and newest < now and call('SET', K, ARGV[7] .. ':' .. text .. ARGV[6], 'PX', ARGV[5], 'NX') then
+      return {text, now}
+    end
+    -- The clock went back; or the lock is taken.
+    newest = newest or 0
+    if newest >= now then call('SET', T, string.format('%.0f', newest), 'PX', ARGV[1]) else newest = now end
+  end
 end
 
 -- Takes a new token, also as text: for one lock, or for locks that differ. An error later in the batch must not make it come
--- twice, so it is noted before it is used.
-local newest
-local function mint()
-  local text
-  if newest then
-    newest = newest + 1
-  else
-    if not now then tell_time() end
-    newest, text = now, now_text
-    local old = tonumber(call('SET', T, now_text, 'PX', ARGV[2], 'GET') or 0) or 0
-    if old < now then return newest, text end
-    newest = old + 1
+-- twice, so it is noted before it is used. `newest` is the one taken before by this call, if any.
+local function mint(T, now, newest)
+  local call, format = redis.call, string.format
+  if not newest then
+    local text = format('%.0f', now)
+    local old = tonumber(call('SET', T, text, 'PX', ARGV[1], 'GET') or 0) or 0
+    if old < now then return now, text end
+    newest = old
   end
-  text = format('%.0f', newest)
-  call('SET', T, text, 'PX', ARGV[2])
-  return newest, text
+  local text = format('%.0f', newest + 1)
+  call('SET', T, text, 'PX', ARGV[1])
+  return newest + 1, text
 end
 
-local function set_up()
-  if not now then tell_time() end
-  local match = string.match
-  local window, linger, kept = tonumber(ARGV[1]), ARGV[3], tonumber(ARGV[2])
-  local quarantined = ARGV[4] == '1'
+-- Returns what carries out an operation, and what takes another token.
+local function set_up(T, X, tag, now, newest)
+  local call, format, match, byte = redis.call, string.format, string.match, string.byte
+  local now_text = format('%.0f', now)
+  -- How long a granted waiter has to react before the next one is asked; how long the records of waiters, and tombstones, outlive
+  -- the last sign of life; how long those of holders outlive their leases. In ms.
+  local window, linger, kept = 900, 60000, tonumber(ARGV[1])
+  local quarantined = byte(ARGV[2]) == 49
   local SHARED, PERMIT = 'fencelock:shared', 'fencelock:permit:'
   local recheck = 5000
 
   local function str(number) return format('%.0f', number) end
+
+  local function take()
+    local text
+    newest, text = mint(T, now, newest)
+    return newest, text
+  end
 
   -- Whether K says that several hold together; only then does D mean anything.
   local function together(cur)
@@ -131,7 +155,7 @@ local function set_up()
   end
 
   -- On a cluster, messages of sharded channels stay on this node.
-  local how, suffix = match(ARGV[5], '^(%a)(.*)$')
+  local how, suffix = match(ARGV[2], '^%d(%a)(.*)$')
   local function send(session, word)
     return call(how == 's' and 'SPUBLISH' or 'PUBLISH', 'fencelock:inbox:' .. session .. (suffix or ''), word)
   end
@@ -167,7 +191,7 @@ local function set_up()
         local cur = current(K, W, D)
         if admits(cur, D, mode, of) then
           local lease = math.min(window, tonumber(ttl))
-          local _, token = mint()
+          local _, token = take()
           here = send(session, 'g\n' .. owner .. '\n' .. token .. '\n' .. now_text .. '\n' .. lease .. '\n' .. K)
           if here > 0 then
             call('ZREM', Q, owner)
@@ -220,7 +244,7 @@ local function set_up()
       call('PEXPIRE', K, ttl)
       token = tonumber(match(call('HGET', W, owner) or '', '^h\n(%d+)'))
       if not token then
-        token = mint()
+        token = take()
         call('HSET', W, owner, 'h\n' .. str(token) .. '\n' .. mode .. '\n' .. of .. note)
       end
       call('ZADD', D, str(now + ttl * 1000), owner)
@@ -229,8 +253,8 @@ local function set_up()
     end
   end
 
-  local function acquire(K, Q, W, D, X, op, mode, of, arrival, owner, ttl, note)
-    if call('ZSCORE', X, owner) then return {7} end
+  local function acquire(K, Q, W, D, op, mode, of, arrival, owner, ttl, note)
+    if call('ZSCORE', X, owner .. K) then return {7} end
     local token = held(current(K, W, D), K, W, D, owner, mode, of, ttl, note)
     if token then return token end
     if quarantined then return op == 't' and call('EXISTS', K) == 1 and {3} or {9} end
@@ -249,7 +273,7 @@ local function set_up()
     end
     if call('EXISTS', Q) == 0 and admits(cur, D, mode, of) then
       local text
-      token, text = mint()
+      token, text = take()
       hold(cur, K, Q, W, D, owner, mode, of, tonumber(ttl), text, note)
       return token
     end
@@ -262,7 +286,9 @@ local function set_up()
       if owner_of(cur) and byte(cur, -1) ~= 1 then call('APPEND', K, '\1') end
     end
     call('PEXPIRE', Q, linger)
-    if call('PTTL', W) < tonumber(linger) then call('PEXPIRE', W, linger) end
+    call('ZADD', X, 0, '')
+    call('PEXPIRE', X, linger)
+    if call('PTTL', W) < linger then call('PEXPIRE', W, linger) end
     local again, foreign = look(cur, K, Q, D, owner)
     return {2, str(tonumber(place)), again, foreign}
   end
@@ -295,13 +321,13 @@ local function set_up()
     return 1
   end
 
-  local function release(K, Q, W, D, X, op, owner, token)
+  local function release(K, Q, W, D, op, owner, token)
     local found = remove(K, Q, W, D, owner, token)
     if op == 'x' then
       -- At the end: a server without memory refuses it, but not after something was removed.
       local ms = math.floor(now / 1000)
-      call('ZADD', X, str(ms), owner)
-      call('ZREMRANGEBYSCORE', X, '-inf', str(ms - linger))
+      call('ZADD', X, str(ms), owner .. K)
+      call('ZREMRANGEBYSCORE', X, '(0', str(ms - linger))
       call('PEXPIRE', X, linger)
     end
     return {4, found}
@@ -343,68 +369,90 @@ local function set_up()
     return {8, count}
   end
 
-  return function(K, Q, X, op, who, ttl, note)
-    local W = string.gsub(Q, '^(fencelock:%d)q', '%1w')
-    local D = string.gsub(Q, '^(fencelock:%d)q', '%1d')
+  local function carry_out(K, op, who, ttl, note)
+    local Q, W, D = 'fencelock:q:' .. tag .. K, 'fencelock:w:' .. tag .. K, 'fencelock:d:' .. tag .. K
     local owner, token = match(who, '^(%x+):?(%d*)\n?$')
-    if op == 'r' or op == 'x' then return release(K, Q, W, D, X, op, owner, token) end
+    if op == 'r' or op == 'x' then return release(K, Q, W, D, op, owner, token) end
     if op == 'n' then return renew(K, W, D, owner, token, ttl) end
     if op == 'v' then return evict(K, Q, W, D) end
     local what, mode, of, arrival = match(op, '^(%a)(%a):?(%d*):?(%d*)$')
     if of == '' then of, arrival = '0', '0' end
-    return acquire(K, Q, W, D, X, what, mode, of, arrival, owner, ttl, note)
+    return acquire(K, Q, W, D, what, mode, of, arrival, owner, ttl, note)
   end
+  return carry_out, take
 end
 
-local replies = {0}
-local slow
+local tag = string.sub(T, 12)
+local X = 'fencelock:x' .. tag
+local carry_out, take
 
--- A group at a time: its first key, its first owner, how many operations it has.
-local key, at = 1, 6
-while at <= #ARGV do
-  local op, count, ttl, note = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2], ARGV[at + 3]
-  at = at + 4
-  local last = key + count - 1
-  local free, token, token_text, values
-  local all_ours = op == 'r'
-  if (op == 'ae' or op == 'te') and ARGV[4] == '0' then
-    free = call('EXISTS', unpack(KEYS, key, key + 3 * count - 1)) == 0
-  elseif op == 'r' or op == 'n' then
-    values = call('MGET', unpack(KEYS, key, last))
+local function tell_time()
+  local time = redis.call('TIME')
+  return time[1] * 1000000 + time[2]
+end
+
+-- A group at a time: its first key, its first owner.
+local replies = {0}
+local key, at = 1, 3
+while ARGV[at] do
+  local op, count, ttl, note = ARGV[at], tonumber(ARGV[at + 1]), nil, nil
+  at = at + 2
+  if op ~= 'r' and op ~= 'x' and op ~= 'v' then
+    ttl, note = ARGV[at], ARGV[at + 1]
+    at = at + 2
+  end
+  -- The replies to those that are done, how many they are, and the number that all of them are.
+  local done, many, reply = {}, 0, nil
+  if op == 'r' or op == 'n' then
+    local find, byte = string.find, string.byte
+    reply = op == 'r' and 4 or 5
+    local values = call('MGET', unpack(KEYS, key, key + count - 1))
+    local free = {}
     for index = 1, count do
-      local value = values[index]
-      local ours = value and find(value, ARGV[at + index - 1], 1, true) == 1
-      values[index] = ours and (op == 'n' or byte(value, -1) ~= 1)
-      all_ours = all_ours and values[index]
-    end
-    if all_ours then call('DEL', unpack(KEYS, key, last)) end
-    if op == 'n' then call('PEXPIRE', T, ARGV[2]) end
-  end
-  for index = 0, count - 1 do
-    local K, reply = KEYS[key + index], nil
-    if all_ours then
-      reply = 4
-    elseif values then
-      if op == 'n' and values[index + 1] then
-        if call('PTTL', K) < tonumber(ttl) then call('PEXPIRE', K, ttl) end
-        reply = 5
+      local value, K = values[index], KEYS[key + index - 1]
+      if value and find(value, ARGV[at + index - 1], 1, true) == 1 and (op == 'n' or byte(value, -1) ~= 1) then
+        done[index], many = reply, many + 1
+        if op == 'r' then
+          free[many] = K
+        elseif call('PTTL', K) < tonumber(ttl) then
+          call('PEXPIRE', K, ttl)
+        end
       end
-    elseif free or free == false and call('EXISTS', K, KEYS[key + count + index], KEYS[key + 2 * count + index]) == 0 then
-      if not token then
-        token, token_text = mint()
-        token_text = ':' .. token_text .. note
+    end
+    if many > 0 and op == 'r' then call('DEL', unpack(free)) end
+    if op == 'n' then call('PEXPIRE', T, ARGV[1]) end
+  elseif (op == 'ae' or op == 'te') and string.byte(ARGV[2]) == 48 then
+    now = now or tell_time()
+    local dead
+    if call('EXISTS', X) == 1 then
+      local owners = {}
+      for index = 1, count do owners[index] = ARGV[at + index - 1] .. KEYS[key + index - 1] end
+      dead = call('ZMSCORE', X, unpack(owners))
+    end
+    local text
+    for index = 1, count do
+      local K = KEYS[key + index - 1]
+      if not dead or not dead[index] and call('EXISTS', K, 'fencelock:q:' .. tag .. K) == 0 then
+        if not text then
+          if take then reply, text = take() else newest, text = mint(T, now, newest) end
+          reply = reply or newest
+          text = ':' .. text .. note
+        end
+        if call('SET', K, ARGV[at + index - 1] .. text, 'PX', ttl, 'NX') then done[index], many = reply, many + 1 end
       end
-      -- The same lock may be in the group twice.
-      if call('SET', K, ARGV[at + index] .. token_text, 'PX', ttl, 'NX') then reply = token end
     end
-    if not reply then
-      slow = slow or set_up()
-      reply = slow(K, KEYS[key + count + index], KEYS[key + 2 * count + index], op, ARGV[at + index], ttl, note)
-    end
-    replies[#replies + 1] = reply
   end
-  key = key + (values and 2 or 3) * count
+  if many < count then
+    now = now or tell_time()
+    if not carry_out then carry_out, take = set_up(T, X, tag, now, newest) end
+    for index = 1, count do
+      done[index] = done[index] or carry_out(KEYS[key + index - 1], op, ARGV[at + index - 1], ttl, note)
+    end
+    reply = done
+  end
+  replies[#replies + 1] = reply
+  key = key + count
   at = at + count
 end
-replies[1] = now_text or 0
+if now then replies[1] = string.format('%.0f', now) end
 return replies

@@ -4,6 +4,7 @@
 use super::fault::{Fault, fault};
 use super::find::Finder;
 use super::key::tag_of;
+use super::post::millis;
 use super::takeover::{self, Policy, Quarantine, Server};
 use crate::Owner;
 use crate::clock::ServerTime;
@@ -222,12 +223,17 @@ impl Link {
         takeover::check(connection, server, self.plan.policy, Duration::from_millis(longest), &self.place()).await
     }
 
+    /// Whether a successor of this server would wait for as long as this lease.
+    pub(super) fn is_announced(&self, lease: Duration) -> bool {
+        self.plan.policy == Policy::Off || self.announced.load(Ordering::Relaxed) >= millis(lease)
+    }
+
     /// Makes sure that a successor of this server would wait for as long as this lease.
     pub(super) async fn announce(&self, lease: Duration) -> Result<(), Fault> {
-        let longest = u64::try_from(lease.as_millis()).unwrap_or(u64::MAX);
-        if self.plan.policy == Policy::Off || self.announced.load(Ordering::Relaxed) >= longest {
+        if self.is_announced(lease) {
             return Ok(());
         }
+        let longest = millis(lease);
         // Whichever server is connected to next hears of it, too.
         self.plan.longest.fetch_max(longest, Ordering::Relaxed);
         let open = self.open().await?;

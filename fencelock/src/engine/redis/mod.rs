@@ -27,7 +27,7 @@ mod takeover;
 pub(crate) use self::address::open;
 pub(in crate::engine) use self::address::{choose_cryptography, connection_info, tls};
 use self::fault::{Fault, told};
-use self::key::Keys;
+use self::key::Key;
 use self::link::{Link, Push};
 use self::node::Nodes;
 use self::post::{Answer, Op, Reply, Who};
@@ -50,7 +50,7 @@ pub(in crate::engine) fn explain(error: redis::RedisError, sent: bool) -> Error 
 /// Who of this client waits, for which key, and how to tell it.
 #[derive(Default)]
 struct Waiting {
-    by_owner: HashMap<Owner, (Arc<Keys>, mpsc::UnboundedSender<Push>)>,
+    by_owner: HashMap<Owner, (Name, mpsc::UnboundedSender<Push>)>,
     /// Words that were faster than the answer that put their owner in line, and when they came.
     early: VecDeque<(Moment, Push)>,
     /// How often words may have been missed.
@@ -64,7 +64,7 @@ impl Waiting {
     /// Tells a waiter, or keeps the word for it.
     fn tell(&mut self, owner: Owner, key: &str, push: Push) {
         // It may wait for another lock by now; late news of this one must not be taken for news of that.
-        if let Some((_, tell)) = self.by_owner.get(&owner).filter(|(keys, _)| keys.main == key) {
+        if let Some((_, tell)) = self.by_owner.get(&owner).filter(|(name, _)| name.as_str() == key) {
             let _ = tell.send(push);
             return;
         }
@@ -84,8 +84,6 @@ pub(crate) struct RedisEngine {
     waiting: Mutex<Waiting>,
     /// What the server pushed; the keeper's task takes it from here.
     arrived: tokio::sync::Mutex<mpsc::UnboundedReceiver<(u64, Push)>>,
-    /// The keys of names in use, so that they are not built for each operation.
-    keys: Mutex<HashMap<Name, Arc<Keys>>>,
     /// The newest label, and what the server notes for it.
     note: Mutex<(String, Arc<str>)>,
     /// Told when a connection broke: whoever took over may not know of our holds.
@@ -99,23 +97,12 @@ impl RedisEngine {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn keys(&self, name: &Name) -> Arc<Keys> {
-        /// More than this many are not remembered.
-        const KNOWN: usize = 4096;
-        let mut keys = self.keys.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = keys.get(name) {
-            return Arc::clone(known);
-        }
-        if keys.len() >= KNOWN {
-            keys.clear();
-        }
-        let new = Arc::new(Keys::of(name.as_str()));
-        keys.insert(name.clone(), Arc::clone(&new));
-        new
+    fn key(&self, name: Name) -> Key {
+        Key::of(name, self.nodes.are_a_cluster())
     }
 
     fn op(&self, code: &'static str, name: &Name, owner: Owner, ttl: Duration) -> Op {
-        Op { code: code.into(), keys: self.keys(name), who: Who::owner(owner), ttl, note: None }
+        Op { code: code.into(), key: self.key(name.clone()), who: Who::owner(owner), ttl, note: None }
     }
 
     /// For this hold, and no other one of the same owner.
@@ -145,7 +132,7 @@ impl RedisEngine {
         Arc::clone(&note.1)
     }
 
-    fn expect(&self, owner: Owner, keys: &Arc<Keys>) -> Result<Expected<'_>> {
+    fn expect(&self, owner: Owner, name: &Name) -> Result<Expected<'_>> {
         let (tell, told) = mpsc::unbounded_channel();
         let mut waiting = self.waiting();
         let Waiting { by_owner, early, .. } = &mut *waiting;
@@ -155,15 +142,57 @@ impl RedisEngine {
             )),
             Entry::Vacant(slot) => {
                 early.retain(|(_, push)| {
-                    let for_this = push.is_for(owner, &keys.main);
+                    let for_this = push.is_for(owner, name.as_str());
                     if for_this {
                         let _ = tell.send(push.clone());
                     }
                     !for_this
                 });
-                slot.insert((Arc::clone(keys), tell));
+                slot.insert((name.clone(), tell));
                 Ok(Expected { engine: self, owner, told })
             }
+        }
+    }
+
+    /// Waits until the claim holds. `answer`: what the server said when it was asked first, `breaks`: how often words may have been
+    /// missed by then.
+    async fn stand_in_line(&self, claim: &Claim, mut op: Op, answer: Answer, mut breaks: u64) -> Result<Option<Grant>> {
+        // Only who must wait is expected to be told anything.
+        let mut place = None;
+        let mut watch = None;
+        let mut repeated = false;
+        let mut answer = Ok(answer);
+        loop {
+            repeated |= answer
+                .as_ref()
+                .map_or_else(|error: &Error| error.kind() == ErrorKind::Ambiguous, |answer| answer.repeated);
+            let mut look = match answer {
+                Ok(Answer { reply: Reply::Waits { arrival, look, foreign }, .. }) => {
+                    op.code = with_arrival(claim.mode, true, arrival).into();
+                    if foreign && watch.is_none() {
+                        watch = KeyWatch::start(self, &op.key).await;
+                    }
+                    look
+                }
+                Ok(Answer { reply: Reply::Quarantined, .. }) => self.wait_out_quarantine(claim, &op.key),
+                Ok(answer) => return held(claim, &answer, repeated).map(Some),
+                // Who has a place in line keeps it while the server is away.
+                Err(error) if place.is_some() && passing(&error) => Duration::from_millis(200),
+                Err(error) => return Err(error),
+            };
+            if place.is_none() {
+                place = Some(self.expect(claim.owner, &claim.name)?);
+                if self.waiting().breaks != breaks {
+                    look = Duration::ZERO;
+                }
+            }
+            if let Some(place) = &mut place
+                && let Some(grant) = self.wait(claim, &op.key, place, look, repeated).await
+            {
+                return self.confirmed(claim, grant).await.map(Some);
+            }
+            breaks = self.waiting().breaks;
+            answer = self.nodes.submit(&op).await.map_err(told);
         }
     }
 
@@ -171,7 +200,7 @@ impl RedisEngine {
     async fn wait(
         &self,
         claim: &Claim,
-        keys: &Keys,
+        key: &Key,
         told: &mut Expected<'_>,
         look: Duration,
         repeated: bool,
@@ -182,7 +211,7 @@ impl RedisEngine {
                 biased;
                 push = told.told.recv() => match push {
                     Some(Push::Granted { token, at, lease, .. }) => {
-                        let from = self.nodes.of(keys)?.link.server_time().local(at);
+                        let from = self.nodes.of(key)?.link.server_time().local(at);
                         // Told late: only the server knows whether it still stands.
                         let late = Clock::Boot.now() >= from.after(lease / 2);
                         let grant = Grant::new(Token::new(token), claim.mode, from, seat(Token::new(token), repeated));
@@ -199,14 +228,14 @@ impl RedisEngine {
     }
 
     /// How long to wait before asking again.
-    fn wait_out_quarantine(&self, claim: &Claim, keys: &Keys) -> Duration {
-        let Some(quarantine) = self.nodes.quarantine(keys) else { return Duration::from_millis(10) };
+    fn wait_out_quarantine(&self, claim: &Claim, key: &Key) -> Duration {
+        let Some(quarantine) = self.nodes.quarantine(key) else { return Duration::from_millis(10) };
         tracing::warn!(name = %claim.name, "waiting for {:.1?}: {}", quarantine.left(), quarantine.reason());
         quarantine.left() + Duration::from_millis(1)
     }
 
-    fn quarantined(&self, keys: &Keys) -> Error {
-        let why = self.nodes.quarantine(keys).map_or_else(
+    fn quarantined(&self, key: &Key) -> Error {
+        let why = self.nodes.quarantine(key).map_or_else(
             || "the server has just ended its quarantine; try again".to_owned(),
             |quarantine| {
                 format!(
@@ -225,7 +254,7 @@ impl RedisEngine {
             return Ok(grant);
         }
         let hold = Hold::of(claim, Some(&grant));
-        match self.nodes.submit(self.hold_op("n", &hold)).await {
+        match self.nodes.submit(&self.hold_op("n", &hold)).await {
             Ok(Answer { reply: Reply::Renewed(true), sent, .. }) => {
                 Ok(Grant { from: sent, provisional: None, ..grant })
             }
@@ -247,7 +276,7 @@ impl RedisEngine {
             }
             // Somebody who tells nobody may have released it.
             Push::Gone { key } => {
-                for (_, tell) in self.waiting().by_owner.values().filter(|(keys, _)| keys.main == *key) {
+                for (_, tell) in self.waiting().by_owner.values().filter(|(name, _)| name.as_str() == key) {
                     let _ = tell.send(push.clone());
                 }
             }
@@ -293,9 +322,9 @@ struct KeyWatch {
 }
 
 impl KeyWatch {
-    async fn start(engine: &RedisEngine, keys: &Keys) -> Option<Self> {
-        let link = Arc::clone(&engine.nodes.of(keys)?.link);
-        let watch = Self { link, channel: format!("__keyspace@{}__:{}", engine.db, keys.main) };
+    async fn start(engine: &RedisEngine, key: &Key) -> Option<Self> {
+        let link = Arc::clone(&engine.nodes.of(key)?.link);
+        let watch = Self { link, channel: format!("__keyspace@{}__:{}", engine.db, key.name) };
         watch.link.watch_key(&watch.channel).await;
         Some(watch)
     }
@@ -339,49 +368,18 @@ impl Engine for RedisEngine {
     }
 
     async fn acquire(&self, claim: &Claim, wait: bool) -> Result<Option<Grant>> {
-        let mut op = self.claim_op(claim, wait);
-        self.nodes.announce(&op.keys, claim.ttl).await.map_err(told)?;
-        if !wait {
-            return match self.nodes.submit(op.clone()).await.map_err(told)? {
-                Answer { reply: Reply::Busy, .. } => Ok(None),
-                Answer { reply: Reply::Quarantined, .. } => Err(self.quarantined(&op.keys)),
-                answer => held(claim, &answer, answer.repeated).map(Some),
-            };
+        let op = self.claim_op(claim, wait);
+        if !self.nodes.is_announced(claim.ttl) {
+            self.nodes.announce(&op.key, claim.ttl).await.map_err(told)?;
         }
-        // Only who must wait is expected to be told anything.
-        let mut place = None;
-        let mut watch = None;
-        let mut repeated = false;
-        loop {
-            let breaks = self.waiting().breaks;
-            let answer = self.nodes.submit(op.clone()).await.map_err(told);
-            repeated |=
-                answer.as_ref().map_or_else(|error| error.kind() == ErrorKind::Ambiguous, |answer| answer.repeated);
-            let mut look = match answer {
-                Ok(Answer { reply: Reply::Waits { arrival, look, foreign }, .. }) => {
-                    op.code = with_arrival(claim.mode, wait, arrival).into();
-                    if foreign && watch.is_none() {
-                        watch = KeyWatch::start(self, &op.keys).await;
-                    }
-                    look
-                }
-                Ok(Answer { reply: Reply::Quarantined, .. }) => self.wait_out_quarantine(claim, &op.keys),
-                Ok(answer) => return held(claim, &answer, repeated).map(Some),
-                // Who has a place in line keeps it while the server is away.
-                Err(error) if place.is_some() && passing(&error) => Duration::from_millis(200),
-                Err(error) => return Err(error),
-            };
-            if place.is_none() {
-                place = Some(self.expect(claim.owner, &op.keys)?);
-                if self.waiting().breaks != breaks {
-                    look = Duration::ZERO;
-                }
-            }
-            if let Some(place) = &mut place
-                && let Some(grant) = self.wait(claim, &op.keys, place, look, repeated).await
-            {
-                return self.confirmed(claim, grant).await.map(Some);
-            }
+        let breaks = if wait { self.waiting().breaks } else { 0 };
+        let answer = self.nodes.submit(&op).await.map_err(told)?;
+        match answer.reply {
+            Reply::Busy if !wait => Ok(None),
+            Reply::Quarantined if !wait => Err(self.quarantined(&op.key)),
+            // In a box: most claims are granted at once, and need no room for this.
+            Reply::Waits { .. } | Reply::Quarantined => Box::pin(self.stand_in_line(claim, op, answer, breaks)).await,
+            _ => held(claim, &answer, answer.repeated).map(Some),
         }
     }
 
@@ -411,7 +409,7 @@ impl Engine for RedisEngine {
         // A claim that was given up before its answer came, or was sent twice, may still be on its way.
         let once = hold.seat.is_some_and(|seat| seat & 1 == 0);
         let code = if once { "r" } else { "x" };
-        match self.nodes.submit(self.hold_op(code, hold)).await.map_err(told)? {
+        match self.nodes.submit(&self.hold_op(code, hold)).await.map_err(told)? {
             Answer { reply: Reply::Released(1), .. } => Ok(Release::Freed),
             Answer { reply: Reply::Released(2), .. } => Ok(Release::Withdrawn),
             // An earlier attempt, whose answer was lost, has done it.
@@ -421,18 +419,18 @@ impl Engine for RedisEngine {
     }
 
     async fn standing(&self, name: &Name, owner: Owner) -> Result<Option<Grant>> {
-        let line = status::inspect(&self.nodes, &self.keys(name), 0).await?;
+        let line = status::inspect(&self.nodes, &self.key(name.clone()), 0).await?;
         Ok(line.grant_of(owner, Clock::Boot.now()))
     }
 
     async fn inspect(&self, name: &Name) -> Result<Status> {
-        Ok(status::inspect(&self.nodes, &self.keys(name), 10_000).await?.status(name.as_str()))
+        Ok(status::inspect(&self.nodes, &self.key(name.clone()), 10_000).await?.status(name.as_str()))
     }
 
     async fn list(&self, prefix: &str) -> Result<Vec<Status>> {
         let mut found = Vec::new();
         for name in status::names(&self.nodes, prefix).await? {
-            let status = status::inspect(&self.nodes, &Keys::of(&name), 1_000).await?.status(&name);
+            let status = status::inspect(&self.nodes, &self.key(Name::new(&name)?), 1_000).await?.status(&name);
             if status.is_held() || !status.waiters.is_empty() {
                 found.push(status);
             }
@@ -441,7 +439,7 @@ impl Engine for RedisEngine {
     }
 
     async fn evict(&self, name: &Name) -> Result<usize> {
-        match self.nodes.submit(self.op("v", name, Owner::random(), Duration::ZERO)).await.map_err(told)?.reply {
+        match self.nodes.submit(&self.op("v", name, Owner::random(), Duration::ZERO)).await.map_err(told)?.reply {
             Reply::Evicted(count) => Ok(usize::try_from(count).unwrap_or(usize::MAX)),
             _ => Err(Error::new(ErrorKind::Engine, "the script's answer cannot be understood; please report this")),
         }

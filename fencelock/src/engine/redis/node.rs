@@ -2,7 +2,7 @@
 
 use super::cluster::Cluster;
 use super::fault::Fault;
-use super::key::Keys;
+use super::key::Key;
 use super::link::{Link, Open};
 use super::post::{Op, Outcome, Post, Rules};
 use super::takeover::Quarantine;
@@ -47,10 +47,10 @@ impl Nodes {
         }
     }
 
-    pub(super) async fn submit(&self, op: Op) -> Outcome {
+    pub(super) async fn submit(&self, op: &Op) -> Outcome {
         match self {
             Nodes::One(node) => node.post.submit(op).await,
-            Nodes::Cluster(cluster) => cluster.submit(op).await,
+            Nodes::Cluster(cluster) => Box::pin(cluster.submit(op)).await,
         }
     }
 
@@ -61,35 +61,43 @@ impl Nodes {
         }
     }
 
-    /// Asks the server of these keys something that changes nothing.
-    pub(super) async fn ask(&self, keys: &Keys, command: impl Fn(&Open) -> Cmd + Send + Sync) -> Result<Value, Fault> {
+    /// Asks the server of this key something that changes nothing.
+    pub(super) async fn ask(&self, key: &Key, command: impl Fn(&Open) -> Cmd + Send + Sync) -> Result<Value, Fault> {
         match self {
             Nodes::One(node) => node.post.ask(command).await,
-            Nodes::Cluster(cluster) => cluster.ask(keys.slot, command).await,
+            Nodes::Cluster(cluster) => cluster.ask(key.slot, command).await,
+        }
+    }
+
+    /// Whether it is known that a successor of whichever server would wait for as long as this lease.
+    pub(super) fn is_announced(&self, lease: Duration) -> bool {
+        match self {
+            Nodes::One(node) => node.link.is_announced(lease),
+            Nodes::Cluster(_) => false,
         }
     }
 
     /// Makes sure that a successor of the lock's server would wait for as long as this lease.
-    pub(super) async fn announce(&self, keys: &Keys, lease: Duration) -> Result<(), Fault> {
+    pub(super) async fn announce(&self, key: &Key, lease: Duration) -> Result<(), Fault> {
         match self {
             Nodes::One(node) => node.post.announce(lease).await,
-            Nodes::Cluster(cluster) => cluster.announce(keys.slot, lease).await,
+            Nodes::Cluster(cluster) => cluster.announce(key.slot, lease).await,
         }
     }
 
     /// For how long nothing is granted on the lock's server, and why.
-    pub(super) fn quarantine(&self, keys: &Keys) -> Option<Quarantine> {
+    pub(super) fn quarantine(&self, key: &Key) -> Option<Quarantine> {
         match self {
             Nodes::One(node) => node.link.quarantine(),
-            Nodes::Cluster(cluster) => cluster.known(keys.slot)?.link.quarantine(),
+            Nodes::Cluster(cluster) => cluster.known(key.slot)?.link.quarantine(),
         }
     }
 
-    /// The server of these keys, as far as it is known.
-    pub(super) fn of(&self, keys: &Keys) -> Option<Arc<Node>> {
+    /// The server of this key, as far as it is known.
+    pub(super) fn of(&self, key: &Key) -> Option<Arc<Node>> {
         match self {
             Nodes::One(node) => Some(Arc::clone(node)),
-            Nodes::Cluster(cluster) => cluster.known(keys.slot),
+            Nodes::Cluster(cluster) => cluster.known(key.slot),
         }
     }
 

@@ -4,7 +4,7 @@
 //! call takes them all. Nobody waits for a batch to fill.
 
 use super::fault::Fault;
-use super::key::{Keys, NEWEST, tag_of};
+use super::key::{Key, NEWEST, tag_of};
 use super::link::{Link, Open};
 use crate::{Clock, Error, ErrorKind, Moment, Owner, Result};
 use redis::{Cmd, Script, Value};
@@ -18,15 +18,11 @@ use tokio::sync::oneshot;
 /// The most operations in one call: a batch must not block the server for long.
 const BATCH: usize = 64;
 /// So many calls are under way at the same time; more operations wait for the next call.
-const CALLS: usize = 2;
+const CALLS: usize = 4;
 /// The same where a call carries operations of one slot only.
 const CALLS_BY_SLOT: usize = 64;
-/// How long a granted waiter has to react before the next one is asked.
-const WINDOW: Duration = Duration::from_millis(900);
 /// How long a token is remembered after the last use of its lock; later ones are above it by the server's clock.
 const REMEMBER: Duration = Duration::from_secs(600);
-/// How long waiters' records and tombstones outlive the last sign of life.
-const LINGER: Duration = Duration::from_secs(60);
 
 static LINE: LazyLock<Script> = LazyLock::new(|| Script::new(include_str!("line.lua")));
 
@@ -34,7 +30,7 @@ static LINE: LazyLock<Script> = LazyLock::new(|| Script::new(include_str!("line.
 #[derive(Debug, Clone)]
 pub(super) struct Op {
     pub(super) code: Cow<'static, str>,
-    pub(super) keys: Arc<Keys>,
+    pub(super) key: Key,
     pub(super) who: Who,
     pub(super) ttl: Duration,
     /// What the server notes of the owner, if anything.
@@ -42,9 +38,9 @@ pub(super) struct Op {
 }
 
 impl Op {
-    /// Keys that the script wants for it.
-    fn key_count(&self) -> usize {
-        if matches!(&*self.code, "r" | "n") { 2 } else { 3 }
+    /// Whether the script wants to know its ttl and what is noted of its owner.
+    fn has_ttl(&self) -> bool {
+        !matches!(&*self.code, "r" | "x" | "v")
     }
 
     /// Whether its owner may stand in line afterwards.
@@ -62,7 +58,7 @@ impl Op {
             (Some(one), Some(other)) => Arc::ptr_eq(one, other) || one == other,
             (one, other) => one == other,
         };
-        self.ttl == other.ttl && same_note && self.code == other.code
+        self.code == other.code && (!self.has_ttl() || self.ttl == other.ttl && same_note)
     }
 }
 
@@ -144,14 +140,14 @@ struct Desk {
 
 impl Desk {
     fn next_batch(&mut self, by_slot: bool) -> Vec<(Op, oneshot::Sender<Outcome>)> {
-        let Some(slot) = self.queue.front().map(|(op, _)| op.keys.slot) else { return Vec::new() };
+        let Some(slot) = self.queue.front().map(|(op, _)| op.key.slot) else { return Vec::new() };
         if !by_slot {
             let count = self.queue.len().min(BATCH);
             return self.queue.drain(..count).collect();
         }
         let mut count = 0;
         let (batch, rest): (Vec<_>, Vec<_>) = self.queue.drain(..).partition(|(op, _)| {
-            let fits = op.keys.slot == slot && count < BATCH;
+            let fits = op.key.slot == slot && count < BATCH;
             count += usize::from(fits);
             fits
         });
@@ -186,21 +182,19 @@ impl Post {
         self.rules.replicas
     }
 
-    fn calls(&self) -> usize {
-        if self.rules.by_slot { CALLS_BY_SLOT } else { CALLS }
-    }
-
     fn desk(&self) -> MutexGuard<'_, Desk> {
         self.desk.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Carries out one operation.
-    pub(super) async fn submit(self: &Arc<Self>, op: Op) -> Outcome {
+    pub(super) async fn submit(self: &Arc<Self>, op: &Op) -> Outcome {
         let mut orphaned = false;
         loop {
-            let outcome = match self.stand_at_desk(&op) {
+            let outcome = match self.stand_at_desk(op) {
                 Ok(_call) => {
-                    self.deliver(std::slice::from_ref(&op)).await.pop().unwrap_or_else(|| Err(Fault::unreadable()))
+                    // In a box: most operations queue up, and need no room for this.
+                    let mut outcomes = Box::pin(self.deliver(std::slice::from_ref(op))).await;
+                    outcomes.pop().unwrap_or_else(|| Err(Fault::unreadable()))
                 }
                 Err(told) => match told.await {
                     Ok(outcome) => outcome,
@@ -217,14 +211,19 @@ impl Post {
 
     /// Begins a call, or queues up for the next one.
     fn stand_at_desk(self: &Arc<Self>, op: &Op) -> Result<Call, oneshot::Receiver<Outcome>> {
+        let calls = if self.rules.by_slot { CALLS_BY_SLOT } else { CALLS };
         let mut desk = self.desk();
-        if desk.calls < self.calls() && desk.queue.is_empty() {
-            desk.calls += 1;
-            return Ok(Call { post: Arc::clone(self), era: desk.era, begun: true });
+        if desk.queue.is_empty() && desk.calls < calls {
+            return Ok(self.call_begun(&mut desk, true));
         }
         let (tell, told) = oneshot::channel();
         desk.queue.push_back((op.clone(), tell));
         Err(told)
+    }
+
+    fn call_begun(self: &Arc<Self>, desk: &mut Desk, begun: bool) -> Call {
+        desk.calls += 1;
+        Call { post: Arc::clone(self), era: desk.era, begun }
     }
 
     /// The runtime that carried calls is going away, and they may never come to an end: whoever waits for them sends for itself.
@@ -319,7 +318,7 @@ impl Post {
     ) -> Result<Vec<Answer>, Fault> {
         let open = self.link.open().await?;
         if self.rules.by_slot && ops.iter().any(Op::may_wait) {
-            self.link.listen_at(&open, ops[0].keys.slot).await?;
+            self.link.listen_at(&open, ops[0].key.slot).await?;
         }
         let mut pipeline = redis::Pipeline::new();
         if asking {
@@ -409,6 +408,8 @@ impl Call {
             for (tell, outcome) in tells.into_iter().zip(self.post.deliver(&ops).await) {
                 let _ = tell.send(outcome);
             }
+            // Whoever was told has something to send again, as a rule. One turn for them, and the next batch is larger.
+            tokio::task::yield_now().await;
         }
     }
 }
@@ -425,8 +426,7 @@ impl Drop for Call {
         }
         match tokio::runtime::Handle::try_current() {
             Ok(runtime) if self.begun => {
-                desk.calls += 1;
-                let next = Call { post: Arc::clone(&self.post), era: self.era, begun: false };
+                let next = self.post.call_begun(&mut desk, false);
                 drop(desk);
                 runtime.spawn(next.carry());
             }
@@ -462,31 +462,28 @@ impl<'a> Group<'a> {
 
 impl Post {
     fn command(&self, ops: &[Op], groups: &[Group<'_>], by_hash: bool, open: &Open) -> Cmd {
-        let mut command = Cmd::with_capacity(16 + ops.len() * 4, 256 + ops.len() * 160);
+        let mut command = Cmd::with_capacity(16 + ops.len() * 2, 256 + ops.len() * 120);
         command.arg(if by_hash { "EVALSHA" } else { "EVAL" });
         command.arg(if by_hash { LINE.get_hash() } else { include_str!("line.lua") });
-        let keys: usize = groups.iter().map(|group| group.members.len() * group.like.key_count()).sum();
-        command.arg(keys + 1);
-        for group in groups {
-            let parts: [fn(&Keys) -> &str; 3] = [|keys| &keys.main, |keys| &keys.queue, |keys| &keys.tombstones];
-            for part in parts.iter().take(group.like.key_count()) {
-                for index in &group.members {
-                    command.arg(part(&ops[*index].keys));
-                }
-            }
+        command.arg(ops.len() + 1);
+        for index in groups.iter().flat_map(|group| &group.members) {
+            command.arg(ops[*index].key.name.as_str());
         }
-        let tag = if self.rules.by_slot { tag_of(ops[0].keys.slot) } else { String::new() };
-        command.arg(format!("{NEWEST}{tag}"));
+        let quarantined = u8::from(open.quarantine().is_some());
         let longest = ops.iter().map(|op| op.ttl).max().unwrap_or_default();
-        command.arg(millis(WINDOW)).arg(millis(REMEMBER + longest)).arg(millis(LINGER));
-        command.arg(u8::from(open.quarantine().is_some())).arg(open.inbox_suffix(&tag));
+        if self.rules.by_slot {
+            let tag = tag_of(ops[0].key.slot);
+            command.arg(format!("{NEWEST}{tag}")).arg(millis(REMEMBER + longest));
+            command.arg(format!("{quarantined}{}", open.inbox_suffix(&tag)));
+        } else {
+            command.arg(NEWEST).arg(millis(REMEMBER + longest)).arg(quarantined);
+        }
         for group in groups {
             let op = group.like;
-            command
-                .arg(&*op.code)
-                .arg(group.members.len())
-                .arg(millis(op.ttl))
-                .arg(op.note.as_deref().unwrap_or_default());
+            command.arg(&*op.code).arg(group.members.len());
+            if op.has_ttl() {
+                command.arg(millis(op.ttl)).arg(op.note.as_deref().unwrap_or_default());
+            }
             for index in &group.members {
                 command.arg(ops[*index].who.as_bytes());
             }
@@ -495,7 +492,7 @@ impl Post {
     }
 }
 
-fn millis(span: Duration) -> u64 {
+pub(super) fn millis(span: Duration) -> u64 {
     u64::try_from(span.as_millis()).unwrap_or(u64::MAX)
 }
 
@@ -514,14 +511,27 @@ fn too_few(wanted: usize, have: Option<usize>) -> Fault {
 fn read(value: &Value, groups: &[Group<'_>]) -> Option<(u64, Vec<Reply>)> {
     let Value::Array(values) = value else { return None };
     let (server, values) = values.split_first()?;
-    let members = groups.iter().flat_map(|group| &group.members);
-    let mut replies = vec![Reply::Busy; values.len()];
-    let mut read = 0;
-    for (index, value) in members.zip(values) {
-        *replies.get_mut(*index)? = read_reply(value)?;
-        read += 1;
+    let mut replies = vec![Reply::Busy; groups.iter().map(|group| group.members.len()).sum()];
+    if values.len() != groups.len() {
+        return None;
     }
-    (read == replies.len()).then_some((number(server)?, replies))
+    for (group, value) in groups.iter().zip(values) {
+        match value {
+            Value::Array(values) if values.len() == group.members.len() => {
+                for (index, value) in group.members.iter().zip(values) {
+                    replies[*index] = read_reply(value)?;
+                }
+            }
+            Value::Int(_) => {
+                let reply = read_reply(value)?;
+                for index in &group.members {
+                    replies[*index] = reply.clone();
+                }
+            }
+            _ => return None,
+        }
+    }
+    Some((number(server)?, replies))
 }
 
 fn read_reply(value: &Value) -> Option<Reply> {

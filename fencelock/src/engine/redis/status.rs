@@ -1,7 +1,7 @@
 //! What `status` and `list` see in Redis.
 
 use super::fault::{Fault, told};
-use super::key::{Keys, QUEUE_PATTERN, name_of, pattern_of, tag_of};
+use super::key::{Key, NEWEST, QUEUES, name_of, pattern_of, tag_of};
 use super::link::Open;
 use super::node::{Node, Nodes};
 use super::post::number;
@@ -35,19 +35,19 @@ impl Seen {
     }
 }
 
-pub(super) async fn inspect(nodes: &Nodes, keys: &Keys, waiters: usize) -> Result<Seen> {
-    let tag = if nodes.are_a_cluster() { tag_of(keys.slot) } else { String::new() };
+pub(super) async fn inspect(nodes: &Nodes, key: &Key, waiters: usize) -> Result<Seen> {
+    let tag = if nodes.are_a_cluster() { tag_of(key.slot) } else { String::new() };
     let ask = |source: bool| {
         let tag = &tag;
         move |open: &Open| {
             let mut command = redis::cmd(if source { "EVAL" } else { "EVALSHA" });
-            command.arg(if source { include_str!("inspect.lua") } else { INSPECT.get_hash() }).arg(4);
-            command.arg(&keys.main).arg(&keys.queue).arg(&keys.records).arg(&keys.deadlines);
+            command.arg(if source { include_str!("inspect.lua") } else { INSPECT.get_hash() }).arg(2);
+            command.arg(key.name.as_str()).arg(format!("{NEWEST}{tag}"));
             command.arg(waiters).arg(open.inbox_suffix(tag)).to_owned()
         }
     };
-    let answer = match nodes.ask(keys, ask(false)).await {
-        Err(fault) if fault.no_script => nodes.ask(keys, ask(true)).await,
+    let answer = match nodes.ask(key, ask(false)).await {
+        Err(fault) if fault.no_script => nodes.ask(key, ask(true)).await,
         answer => answer,
     };
     read(&answer.map_err(told)?)
@@ -173,7 +173,7 @@ async fn try_names(nodes: &Nodes, prefix: &str) -> Result<BTreeSet<String>, Faul
     let mut names = BTreeSet::new();
     for node in nodes.serving().await? {
         for queues in [true, false] {
-            let pattern = if queues { QUEUE_PATTERN.to_owned() } else { pattern_of(prefix) };
+            let pattern = pattern_of(if queues { QUEUES } else { prefix });
             let mut cursor = "0".to_owned();
             loop {
                 let scan = |_: &Open| {
@@ -186,7 +186,7 @@ async fn try_names(nodes: &Nodes, prefix: &str) -> Result<BTreeSet<String>, Faul
                 let [next, Value::Array(keys)] = parts.as_slice() else { break };
                 let keys: Vec<String> = keys.iter().filter_map(text).collect();
                 if queues {
-                    let waited_for = keys.iter().filter_map(|key| name_of(key));
+                    let waited_for = keys.iter().filter_map(|key| name_of(key, nodes.are_a_cluster()));
                     names.extend(waited_for.filter(|name| name.starts_with(prefix)).map(str::to_owned));
                 } else {
                     names.extend(ours(&node, keys).await?);

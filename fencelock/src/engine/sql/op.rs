@@ -28,7 +28,7 @@ impl Op {
             mode: claim.mode,
             arrival: 0,
             token: 0,
-            label: claim.label.clone(),
+            label: claim.label.to_string(),
         }
     }
 

@@ -146,7 +146,7 @@ mod tests {
             mode: Mode::Exclusive,
             owner: Owner::random(),
             ttl: Duration::from_secs(1),
-            label: "two\nlines".to_owned(),
+            label: "two\nlines".into(),
             writer: false,
         };
         assert_eq!(parse(&data(&claim, false)), Some((claim.ttl, false, "two\nlines")));

@@ -284,6 +284,26 @@ async fn what_belongs_to_a_lock_outlives_its_lease() {
     }
 }
 
+/// A lock that became free without a word belongs to the one who waits for it, not to a newcomer, come alone or with others.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nobody_overtakes_when_the_key_is_gone() {
+    let server = RedisServer::start();
+    let client = server.client().await;
+    let newcomer = server.client().await;
+    for company in [0, 100] {
+        let _holder = client.mutex(NAME).ttl(LONG).acquire().await.unwrap();
+        let waiter = queue(&client, Mode::Exclusive);
+        until_line(&client, NAME, 1, 1).await;
+        server.run(&["DEL", NAME]);
+        let names = (0..company).map(|n| format!("other:{company}:{n}")).chain([NAME.to_owned()]);
+        let newcomers = names.map(async |name| newcomer.mutex(name).acquire_timeout(Duration::from_millis(300)).await);
+        let mut got = futures_util::future::join_all(newcomers).await;
+        assert!(got.pop().unwrap().is_err(), "the newcomer, with {company} others");
+        assert!(got.iter().all(Result::is_ok), "other locks are free");
+        served(waiter, SKIPPED).await.0.release().await.unwrap();
+    }
+}
+
 /// Claims that were given up are remembered for a while, not for ever.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tombstones_do_not_pile_up() {

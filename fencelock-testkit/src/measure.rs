@@ -13,6 +13,11 @@ use std::time::{Duration, Instant};
 /// How long each holder keeps the lock in a hand-over measurement: enough for the others to be in line.
 const HOLD: Duration = Duration::from_micros(300);
 
+/// How far apart the tasks of a process come to the line.
+const APART: Duration = Duration::from_millis(1);
+/// How long the first of many holds at least.
+const GATHER: Duration = Duration::from_secs(1);
+
 /// Percentiles of a latency, in microseconds.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct Latency {
@@ -104,22 +109,35 @@ struct Turn {
 
 /// The part of one process in a hand-over measurement: `tasks` tasks take one lock in turns. Prints a line per turn.
 ///
+/// Several come one after the other, so that those of both processes mix in the line, and take one turn each, so that nothing but
+/// hand-overs happens; the first one holds until all are there.
+///
 /// # Errors
 /// What the engine reports.
 pub async fn peer(client: &Client, name: &str, tasks: usize, span: Duration) -> Result<()> {
     let until = Instant::now() + span;
+    let gathering = u32::try_from(tasks).unwrap_or(u32::MAX);
     let workers: Vec<_> = (0..tasks)
-        .map(|_| {
+        .zip(1..)
+        .map(|(_, place)| {
             let mutex = client.mutex(name);
             tokio::spawn(async move {
+                tokio::time::sleep(APART * place).await;
                 let mut turns = Vec::new();
-                while Instant::now() < until {
+                while tasks > 1 || Instant::now() < until {
                     let asked = now();
                     let guard = mutex.acquire().await?;
                     let granted = now();
-                    std::thread::sleep(HOLD);
+                    if tasks > 1 && place == 1 {
+                        tokio::time::sleep(GATHER.max(APART * 2 * gathering)).await;
+                    } else {
+                        std::thread::sleep(HOLD);
+                    }
                     turns.push(Turn { order: guard.token().as_u64(), asked, granted, released: now() });
                     guard.release().await?;
+                    if tasks > 1 {
+                        break;
+                    }
                 }
                 Ok(turns)
             })

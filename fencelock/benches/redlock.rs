@@ -3,15 +3,16 @@
 //!
 //! Starts five servers of its own on loopback. Prints ratios, since the times themselves are the machine's.
 
-use fencelock_testkit::measure;
+use fencelock::Clock;
+use fencelock_testkit::measure::{self, Latency};
 use fencelock_testkit::redlock::Nodes;
-use std::collections::BTreeMap;
 use std::io::Read;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 const SPAN: Duration = Duration::from_secs(3);
 const PROCESSES: usize = 20;
+const ROUNDS: usize = 5;
 
 #[tokio::main]
 async fn main() {
@@ -39,31 +40,39 @@ async fn compare() {
         );
     }
     one_stopped(&nodes).await;
-    let ours = contention(&nodes, "contend");
-    let rslock = contention(&nodes, "contend-rslock");
-    println!("\n{PROCESSES} processes and one name, hand-overs per second");
-    for (what, counts) in [("fencelock", &ours), ("rslock", &rslock)] {
-        println!(
-            "  {what:<10} {:>7.1}   least {} and most {} per process",
-            rate(counts),
-            counts.iter().min().unwrap_or(&0),
-            counts.iter().max().unwrap_or(&0)
-        );
+    let ours = Contention::run(&nodes, "contend");
+    let rslock = Contention::run(&nodes, "contend-rslock");
+    println!("\n{PROCESSES} processes and one name");
+    for (what, seen) in [("fencelock", &ours), ("rslock", &rslock)] {
+        let (least, most) = (seen.counts.iter().min().unwrap_or(&0), seen.counts.iter().max().unwrap_or(&0));
+        println!("  {what:<10} {:>7.1} hand-overs per second   held {least} to {most} times per process", seen.rate());
     }
-    println!("  {:.1} times", rate(&ours) / rate(&rslock));
+    println!("  {:.1} times", ours.rate() / rslock.rate());
 }
 
 /// The same with a node that does not answer any more.
 async fn one_stopped(nodes: &Nodes) {
     let client = nodes.client().await;
-    let all = measure::pairs(&client, "stop:", 1, SPAN).await.expect("the lock works").acquire;
-    nodes.servers[4].freeze();
-    let four = measure::pairs(&client, "stop:", 1, SPAN).await.expect("the lock works").acquire;
-    nodes.servers[4].thaw();
-    println!("\none of the five nodes stopped, one task, acquire");
-    println!("  all five   p50 {:>6.0} µs   p99 {:>6.0} µs   p99.9 {:>6.0} µs", all.p50_us, all.p99_us, all.p999_us);
-    println!("  four       p50 {:>6.0} µs   p99 {:>6.0} µs   p99.9 {:>6.0} µs", four.p50_us, four.p99_us, four.p999_us);
-    println!("  p50 {:+.0} %", (four.p50_us / all.p50_us - 1.0) * 100.0);
+    let (mut all, mut four) = (Vec::new(), Vec::new());
+    // In turns, so that a busy moment of the machine hits both.
+    for _ in 0..ROUNDS {
+        all.push(measure::pairs(&client, "stop:", 1, SPAN / 3).await.expect("the lock works").acquire);
+        nodes.servers[4].freeze();
+        four.push(measure::pairs(&client, "stop:", 1, SPAN / 3).await.expect("the lock works").acquire);
+        nodes.servers[4].thaw();
+    }
+    println!("\none of the five nodes stopped, one task, acquire, medians of {ROUNDS} rounds");
+    let median = |rounds: &[Latency], of: fn(&Latency) -> f64| {
+        let mut values: Vec<f64> = rounds.iter().map(of).collect();
+        values.sort_by(f64::total_cmp);
+        values[values.len() / 2]
+    };
+    let p50 = |rounds: &[Latency]| median(rounds, |latency| latency.p50_us);
+    for (what, rounds) in [("all five", &all), ("four", &four)] {
+        let (p99, p999) = (median(rounds, |latency| latency.p99_us), median(rounds, |latency| latency.p999_us));
+        println!("  {what:<10} p50 {:>6.0} µs   p99 {p99:>6.0} µs   p99.9 {p999:>6.0} µs", p50(rounds));
+    }
+    println!("  p50 {:+.0} %", (p50(&four) / p50(&all) - 1.0) * 100.0);
     client.close().await.expect("closing works");
 }
 
@@ -92,28 +101,47 @@ async fn rslock_pairs(nodes: &Nodes, tasks: usize) -> f64 {
     total / start.elapsed().as_secs_f64()
 }
 
-fn rate(counts: &[u32]) -> f64 {
-    f64::from(counts.iter().sum::<u32>()) / (SPAN * 2).as_secs_f64()
+/// What many processes saw that wanted one lock.
+struct Contention {
+    /// How often each of them held it.
+    counts: Vec<usize>,
+    /// How often it went from one to another.
+    hand_overs: u32,
 }
 
-/// How often each of the processes held the lock.
-fn contention(nodes: &Nodes, part: &str) -> Vec<u32> {
-    let program = std::env::current_exe().expect("this program");
-    let url = if part == "contend" { nodes.url() } else { nodes.urls().join(",") };
-    let children: Vec<_> = (0..PROCESSES)
-        .map(|_| {
-            let mut command = Command::new(&program);
-            command.args([part, &url]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("a process")
-        })
-        .collect();
-    let mut counts = BTreeMap::new();
-    for (index, mut child) in children.into_iter().enumerate() {
-        let mut text = String::new();
-        child.stdout.take().expect("piped").read_to_string(&mut text).expect("readable");
-        assert!(child.wait().expect("a child").success(), "a process failed");
-        counts.insert(index, text.trim().parse().expect("a number"));
+impl Contention {
+    fn run(nodes: &Nodes, part: &str) -> Self {
+        let program = std::env::current_exe().expect("this program");
+        let url = if part == "contend" { nodes.url() } else { nodes.urls().join(",") };
+        let children: Vec<_> = (0..PROCESSES)
+            .map(|_| {
+                let mut command = Command::new(&program);
+                command.args([part, &url]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("a process")
+            })
+            .collect();
+        let (mut counts, mut grants) = (Vec::new(), Vec::new());
+        for (index, mut child) in children.into_iter().enumerate() {
+            let mut text = String::new();
+            child.stdout.take().expect("piped").read_to_string(&mut text).expect("readable");
+            assert!(child.wait().expect("a child").success(), "a process failed");
+            counts.push(text.lines().count());
+            grants.extend(text.lines().map(|at| (at.parse::<u64>().expect("a time"), index)));
+        }
+        grants.sort_unstable();
+        let hand_overs = grants.windows(2).map(|pair| u32::from(pair[0].1 != pair[1].1)).sum();
+        Self { counts, hand_overs }
     }
-    counts.into_values().collect()
+
+    fn rate(&self) -> f64 {
+        f64::from(self.hand_overs) / (SPAN * 2).as_secs_f64()
+    }
+}
+
+/// Tells when the lock was held.
+fn print_grants(grants: &[u64]) {
+    for at in grants {
+        println!("{at}");
+    }
 }
 
 async fn contend(url: &str) {
@@ -121,29 +149,31 @@ async fn contend(url: &str) {
     let mutex = client.mutex("contended").ttl(Duration::from_secs(10));
     // The first one is for everybody to be there.
     mutex.acquire().await.expect("the lock works").release().await.expect("released");
-    let (start, mut count) = (Instant::now(), 0);
+    let (start, mut grants) = (Instant::now(), Vec::new());
     while start.elapsed() < SPAN * 2 {
         let left = (SPAN * 2).saturating_sub(start.elapsed());
         match mutex.acquire_timeout(left).await {
-            Ok(guard) => guard.release().await.expect("released"),
+            Ok(guard) => {
+                grants.push(Clock::Boot.now().as_nanos());
+                guard.release().await.expect("released");
+            }
             Err(error) if error.kind() == fencelock::ErrorKind::Timeout => break,
             Err(error) => panic!("{error}"),
         }
-        count += 1;
     }
     client.close().await.expect("closing works");
-    println!("{count}");
+    print_grants(&grants);
 }
 
 async fn contend_rslock(urls: &str) {
     let manager = rslock::LockManager::new(urls.split(',').map(str::to_owned).collect::<Vec<_>>());
-    let (start, mut count) = (Instant::now(), 0);
+    let (start, mut grants) = (Instant::now(), Vec::new());
     while start.elapsed() < SPAN * 2 {
         // It gives up after three attempts; then it is asked again.
         if let Ok(lock) = manager.lock(b"contended-rslock", Duration::from_secs(10)).await {
+            grants.push(Clock::Boot.now().as_nanos());
             manager.unlock(&lock).await;
-            count += 1;
         }
     }
-    println!("{count}");
+    print_grants(&grants);
 }

@@ -5,9 +5,7 @@
 #![cfg(feature = "zookeeper")]
 
 use fencelock::{Client, ErrorKind, Guard, Mode, connect};
-use fencelock_testkit::Probe;
 use fencelock_testkit::ask::{Ask, Patience};
-use fencelock_testkit::probe::{Reply, Request};
 use fencelock_testkit::proxy::Proxy;
 use fencelock_testkit::wait::{at_once, eventually, line, until_free, until_line};
 use fencelock_testkit::zookeeper::ZooKeeper;
@@ -343,58 +341,4 @@ async fn without_a_majority_the_holder_knows_in_time() {
     assert!(next.token() > token && next.is_valid());
     next.release().await.unwrap();
     close(&servers, [one, two]).await;
-}
-
-/// Something that is written under the lock: it keeps the highest token that it has seen.
-#[derive(Debug, Default)]
-struct Row {
-    value: &'static str,
-    fence: u64,
-}
-
-impl Row {
-    fn write(&mut self, value: &'static str) {
-        self.value = value;
-    }
-
-    fn write_fenced(&mut self, value: &'static str, token: u64) -> Result<(), u64> {
-        if token < self.fence {
-            return Err(self.fence);
-        }
-        *self = Self { value, fence: token };
-        Ok(())
-    }
-}
-
-/// A holder is stopped for longer than its session while another one acquires and writes. When it goes on, it knows before it asks
-/// anybody, it is told, and its write is refused. Without a fence, its write does damage.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_paused_holder_is_fenced_off() {
-    let server = ZooKeeper::shared(1);
-    let url = server.url_below("/paused");
-    let (mut fenced, mut plain) = (Row::default(), Row::default());
-    let sleeper = Probe::connect(&url).await;
-    let stale = sleeper.acquire(NAME, Duration::from_secs(1)).await;
-    fenced.write_fenced("begun by the first", stale.token).unwrap();
-    sleeper.stop().await;
-    let successor = Probe::connect(&url).await;
-    let newer = successor.acquire(NAME, LONG).await;
-    assert!(newer.token > stale.token);
-    fenced.write_fenced("done by the second", newer.token).unwrap();
-    plain.write("done by the second");
-    // This question is in its input when it wakes.
-    let awake = sleeper.send(Request::Look { guard: stale.guard }).await;
-    sleeper.resume();
-    let Reply::Look(look) = awake.await.unwrap() else { panic!("not an answer") };
-    assert!(!look.valid, "it knows before any call");
-    let Reply::Lost(_) = at_once("it is told", sleeper.ask(Request::Lost { guard: stale.guard })).await else {
-        panic!("not lost")
-    };
-    // The write was on its way when the process was stopped: nothing that it knows now can hold it back.
-    assert_eq!(fenced.write_fenced("done by the first", stale.token), Err(newer.token));
-    assert_eq!(fenced.value, "done by the second");
-    plain.write("done by the first");
-    assert_ne!(plain.value, "done by the second", "without a fence, the old holder overwrites the new one's work");
-    assert!(successor.look(&newer).await.valid);
-    assert_eq!(successor.release(&newer).await, Reply::Done);
 }

@@ -34,6 +34,8 @@ pub(crate) struct Admission {
     forgotten: AtomicU64,
     /// Told when requests of a resource are cut off.
     cut_off: Box<dyn Fn(&str) + Send + Sync>,
+    /// Where turns are prepared: requests come from threads that may end earlier.
+    home: tokio::runtime::Handle,
 }
 
 /// One resource.
@@ -151,8 +153,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Admission {
     pub(crate) fn new(ledger: Ledger, drain: Duration, cut_off: impl Fn(&str) + Send + Sync + 'static) -> Arc<Self> {
-        let resources = Mutex::default();
-        Arc::new(Self { ledger, drain, resources, forgotten: AtomicU64::new(0), cut_off: Box::new(cut_off) })
+        let (resources, home) = (Mutex::default(), tokio::runtime::Handle::current());
+        Arc::new(Self { ledger, drain, resources, forgotten: AtomicU64::new(0), cut_off: Box::new(cut_off), home })
     }
 
     /// Lets a request in, or not. Waits while a newer token's turn is being prepared.
@@ -199,7 +201,7 @@ impl Admission {
             Phase::Failed(_) => {
                 *tried = true;
                 turn.phase.send_replace(Phase::Opening);
-                tokio::spawn(Arc::clone(self).open(Arc::clone(resource), Arc::clone(&turn)));
+                self.home.spawn(Arc::clone(self).open(Arc::clone(resource), Arc::clone(&turn)));
                 Step::Wait(turn)
             }
             Phase::Opening | Phase::Past | Phase::Cut => {
@@ -217,7 +219,7 @@ impl Admission {
             before.pass();
             state.older.push(before);
         }
-        tokio::spawn(Arc::clone(self).open(Arc::clone(resource), Arc::clone(&turn)));
+        self.home.spawn(Arc::clone(self).open(Arc::clone(resource), Arc::clone(&turn)));
         turn
     }
 

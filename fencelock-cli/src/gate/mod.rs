@@ -36,7 +36,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tell::Tell;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, mpsc, watch};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -144,24 +144,94 @@ pub(crate) async fn run(args: &GateArgs) -> Result<Exit, Failure> {
     let store = args.store.clone().map_or_else(|| default_store(&upstream), Ok)?;
     let ledger = Ledger::open(&store).map_err(|error| Failure::new(UNAVAILABLE, error))?;
     let known = ledger.len().map_err(|error| Failure::new(UNAVAILABLE, error))?;
-    let gate = Arc::new(gate(args, upstream, ledger, tell.clone())?);
-    let place = format!("{}://{}{}", gate.upstream.scheme, gate.upstream.authority, gate.upstream.base);
+    let cut = tell.clone();
+    let admission = Admission::new(ledger, args.drain, move |resource| cut.cut(resource));
+    let (stage, _) = watch::channel(Stage::Open);
+    let (busy, mut idle) = mpsc::channel::<Infallible>(1);
+    let places = Arc::new(Semaphore::new(args.max_connections as usize));
+    let failed = |error: std::io::Error| Failure::new(UNAVAILABLE, format!("cannot start a thread: {error}"));
+    let listener = listener.into_std().map_err(failed)?;
+    let mut workers = Vec::new();
+    for number in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+        let worker = Worker {
+            listener: listener.try_clone().map_err(failed)?,
+            gate: Arc::new(gate(args, upstream.clone(), Arc::clone(&admission), tell.clone())?),
+            places: Arc::clone(&places),
+            stage: stage.subscribe(),
+            busy: busy.clone(),
+        };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
+        let thread = std::thread::Builder::new().name(format!("gate-{number}"));
+        workers.push(thread.spawn(move || runtime.block_on(worker.run())).map_err(failed)?);
+    }
+    drop((listener, busy));
+    let place = format!("{}://{}{}", upstream.scheme, upstream.authority, upstream.base);
     tell.ready(&address.to_string(), &place, &store.display().to_string(), known);
 
-    let graceful = GracefulShutdown::new();
-    tokio::select! {
-        () = accept(&listener, &gate, &graceful, args.max_connections) => {}
-        _ = signals.ending() => {}
-    }
-    drop(listener);
+    signals.ending().await;
+    stage.send_replace(Stage::Ending);
     tell.ending("told to end; requests on their way come to their end");
     tokio::select! {
-        () = graceful.shutdown() => {}
+        _ = idle.recv() => {}
         () = tokio::time::sleep(args.grace) => tell.ending("requests took longer than --grace and were cut off"),
         _ = signals.ending() => tell.ending("told to end once more; requests were cut off"),
     }
+    stage.send_replace(Stage::Over);
+    for worker in workers {
+        // One that panicked has told it already.
+        let _ = worker.join();
+    }
     tell.flush();
     Ok(Exit::OK)
+}
+
+const TICK: Duration = Duration::from_millis(500);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Open,
+    /// No connection is taken any more; requests come to their end.
+    Ending,
+    Over,
+}
+
+/// One thread with a runtime and connections to the upstream of its own: a request does not change threads on its way, which costs more
+/// than all the rest.
+struct Worker {
+    listener: std::net::TcpListener,
+    gate: Arc<Gate>,
+    places: Arc<Semaphore>,
+    stage: watch::Receiver<Stage>,
+    /// Dropped when its requests have come to their end.
+    busy: mpsc::Sender<Infallible>,
+}
+
+impl Worker {
+    async fn run(self) {
+        let Self { listener, gate, places, mut stage, busy } = self;
+        let graceful = GracefulShutdown::new();
+        // The runtime wakes itself up whenever a timer is set that ends before all others. With one that always ends sooner, those of
+        // requests do not.
+        tokio::spawn(async {
+            loop {
+                tokio::time::sleep(TICK).await;
+            }
+        });
+        match TcpListener::from_std(listener) {
+            Ok(listener) => {
+                tokio::select! {
+                    () = accept(&listener, &gate, &graceful, &places) => {}
+                    _ = stage.wait_for(|stage| *stage != Stage::Open) => {}
+                }
+            }
+            Err(error) => gate.tell.trouble("cannot listen", &error.to_string()),
+        }
+        tokio::select! {
+            () = graceful.shutdown() => {}
+            _ = stage.wait_for(|stage| *stage == Stage::Over) => {}
+        }
+        drop(busy);
+    }
 }
 
 async fn listen(text: &str) -> Result<TcpListener, Failure> {
@@ -196,7 +266,7 @@ fn default_store(upstream: &Upstream) -> Result<PathBuf, Failure> {
     Ok(state.join("fencelock").join(format!("gate-{name}.redb")))
 }
 
-fn gate(args: &GateArgs, upstream: Upstream, ledger: Ledger, tell: Tell) -> Result<Gate, Failure> {
+fn gate(args: &GateArgs, upstream: Upstream, admission: Arc<Admission>, tell: Tell) -> Result<Gate, Failure> {
     let mut tcp = HttpConnector::new();
     tcp.set_nodelay(true);
     tcp.enforce_http(false);
@@ -207,7 +277,6 @@ fn gate(args: &GateArgs, upstream: Upstream, ledger: Ledger, tell: Tell) -> Resu
     let connector = connector.https_or_http().enable_http1().wrap_connector(tcp);
     let client = Client::builder(TokioExecutor::new()).pool_timer(TokioTimer::new()).build(connector);
     let protect = if args.protect.is_empty() { vec!["/".to_owned()] } else { args.protect.clone() };
-    let cut = tell.clone();
     Ok(Gate {
         rule: Rule {
             resource: args.resource.clone(),
@@ -215,7 +284,7 @@ fn gate(args: &GateArgs, upstream: Upstream, ledger: Ledger, tell: Tell) -> Resu
             reads_pass: args.reads_pass,
             header: args.token_header.clone(),
         },
-        admission: Admission::new(ledger, args.drain, move |resource| cut.cut(resource)),
+        admission,
         upstream,
         client,
         max_body: args.max_body,
@@ -226,11 +295,10 @@ fn gate(args: &GateArgs, upstream: Upstream, ledger: Ledger, tell: Tell) -> Resu
 }
 
 /// Takes connections until the end of time.
-async fn accept(listener: &TcpListener, gate: &Arc<Gate>, graceful: &GracefulShutdown, most: u32) {
-    let places = Arc::new(Semaphore::new(most as usize));
+async fn accept(listener: &TcpListener, gate: &Arc<Gate>, graceful: &GracefulShutdown, places: &Arc<Semaphore>) {
     loop {
         // Nobody closes the semaphore.
-        let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
+        let Ok(place) = Arc::clone(places).acquire_owned().await else { return };
         match listener.accept().await {
             Ok((stream, peer)) => {
                 let connection = serve(Arc::clone(gate), stream, peer, graceful);

@@ -26,9 +26,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::mpsc;
 
-/// Asks for words this often while somebody waits, where the database does not push: at most 40 questions a second, whatever the
-/// number of waiters.
-const ASK: Duration = Duration::from_millis(25);
+/// So many milliseconds apart it asks for words while somebody waits, where the database does not push: 45 questions a second on
+/// average, whatever the number of waiters. Not at regular intervals: two clients that take turns would fall into step, and one of
+/// them would always wait for the whole interval.
+const ASK: std::ops::Range<u32> = 10..34;
 /// The same while nobody waits, for words of loss; and how often a client that asks is seen to be there.
 const TOUCH: Duration = Duration::from_secs(1);
 
@@ -200,8 +201,11 @@ impl<D: Database> SqlEngine<D> {
     /// Asks for words: often while somebody waits, and every now and then while nobody does.
     async fn inquire(&self, lost: &mpsc::UnboundedSender<Owner>) {
         let mut touch = Clock::Boot.now();
-        loop {
+        for question in 0_u32.. {
             let now = Clock::Boot.now();
+            // Multiples of the golden section, without the whole part, are spread evenly.
+            let spread = (u64::from(question.wrapping_mul(0x9e37_79b9)) * u64::from(ASK.end - ASK.start)) >> 32;
+            let pause = Duration::from_millis(u64::from(ASK.start) + spread);
             let touches = now >= touch;
             if touches {
                 touch = now.after(TOUCH);
@@ -219,7 +223,7 @@ impl<D: Database> SqlEngine<D> {
             }
             let idle = self.waiting().is_empty();
             tokio::select! {
-                () = Clock::Boot.sleep_until(now.after(ASK)), if !idle => {}
+                () = Clock::Boot.sleep_until(now.after(pause)), if !idle => {}
                 () = Clock::Boot.sleep_until(touch), if idle => {}
                 () = self.waits.notified(), if idle => {}
             }

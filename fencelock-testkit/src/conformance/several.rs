@@ -140,7 +140,7 @@ pub async fn late_news_of_one_lock_is_not_taken_for_another(subject: &Subject) {
     let (late, go_on) = held_up(subject).await;
     let busy = client.mutex("b").ttl(LONG).acquire().await.unwrap();
     // The waiter looks for itself when this short lease should have ended.
-    let first = client.mutex("a").ttl(MIN_TTL).acquire().await.unwrap();
+    let first = client.mutex("a").ttl(MIN_TTL * 5).acquire().await.unwrap();
     let both = late.all(["a", "b"]).ttl(LONG).owner(Owner::random());
     let waiter = tokio::spawn(async move { both.acquire().await.map(drop) });
     until_line(&client, "a", 1, 1).await;

@@ -293,6 +293,28 @@ async fn no_lock_is_lost_when_its_slot_moves() {
     next.release().await.unwrap();
 }
 
+/// In the middle of a move, a node has a part of the keys of a lock. It does not take it for all of them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_part_of_a_lock_is_not_taken_for_all_of_it() {
+    let cluster = RedisCluster::start();
+    let client = at_cluster(&cluster, "?ttl=20s&patience=1s").await;
+    let slot = cluster.slot(NAME);
+    let from = cluster.master_of(slot);
+    let semaphore = client.semaphore(NAME, 2);
+    let held = [semaphore.acquire().await.unwrap(), semaphore.acquire().await.unwrap()];
+    let try_now =
+        || tokio::task::block_in_place(|| tokio::runtime::Handle::current().block_on(semaphore.try_acquire()));
+    // All but who holds.
+    let first = |key: &str| !key.starts_with("fencelock:d:");
+    cluster.migrate_first(slot, from, (from + 1) % 3, first, || {
+        assert!(!matches!(try_now(), Ok(Some(_))), "a third permit of two");
+    });
+    assert!(in_time("an answer", semaphore.try_acquire()).await.unwrap().is_none());
+    for guard in held {
+        guard.release().await.unwrap();
+    }
+}
+
 /// A master of a cluster dies; its replica takes over, and is in quarantine. The other shards are not.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_shard_that_fails_over_is_in_quarantine_alone() {

@@ -162,7 +162,12 @@ pub(crate) async fn run(args: &GateArgs) -> Result<Exit, Failure> {
         };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
         let thread = std::thread::Builder::new().name(format!("gate-{number}"));
-        workers.push(thread.spawn(move || runtime.block_on(worker.run())).map_err(failed)?);
+        let work = move || {
+            runtime.block_on(worker.run());
+            // A name that is being looked up does not hold up the end.
+            runtime.shutdown_background();
+        };
+        workers.push(thread.spawn(work).map_err(failed)?);
     }
     drop((listener, busy));
     let place = format!("{}://{}{}", upstream.scheme, upstream.authority, upstream.base);
@@ -231,6 +236,8 @@ impl Worker {
             _ = stage.wait_for(|stage| *stage == Stage::Over) => {}
         }
         drop(busy);
+        // Requests whose clients went away may still be on their way to the upstream, and whoever waits for them is at another thread.
+        let _ = stage.wait_for(|stage| *stage == Stage::Over).await;
     }
 }
 

@@ -89,6 +89,23 @@ impl RedisCluster {
     /// # Panics
     /// When the cluster refuses.
     pub fn migrate(&self, slot: usize, from: usize, to: usize, halfway: impl FnOnce()) {
+        let mut half: Vec<String> = self.nodes[from].ask(&["CLUSTER", "GETKEYSINSLOT", &slot.to_string(), "1000"]);
+        half.truncate(half.len() / 2);
+        self.migrate_first(slot, from, to, |key| half.iter().any(|one| one == key), halfway);
+    }
+
+    /// The same; these keys go first, and then `halfway` is called.
+    ///
+    /// # Panics
+    /// When the cluster refuses.
+    pub fn migrate_first(
+        &self,
+        slot: usize,
+        from: usize,
+        to: usize,
+        first: impl Fn(&str) -> bool,
+        halfway: impl FnOnce(),
+    ) {
         let id = |node: usize| self.nodes[node].ask::<String>(&["CLUSTER", "MYID"]);
         let (slot_text, from_id, to_id) = (slot.to_string(), id(from), id(to));
         self.nodes[to].run(&["CLUSTER", "SETSLOT", &slot_text, "IMPORTING", &from_id]);
@@ -96,8 +113,7 @@ impl RedisCluster {
         let keys = || self.nodes[from].ask::<Vec<String>>(&["CLUSTER", "GETKEYSINSLOT", &slot_text, "1000"]);
         let port = self.nodes[to].port().to_string();
         let carry = |key: &String| self.nodes[from].run(&["MIGRATE", "127.0.0.1", &port, key, "0", "5000"]);
-        let there = keys();
-        there[..there.len() / 2].iter().for_each(carry);
+        keys().iter().filter(|key| first(key)).for_each(carry);
         halfway();
         loop {
             let left = keys();

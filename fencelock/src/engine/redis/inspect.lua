@@ -1,13 +1,13 @@
 -- Shows one line as it stands; changes nothing.
 --
--- KEYS: K and T, as in line.lua.
+-- KEYS: K, one that is never there, and T, as in line.lua.
 -- ARGV: how many waiters to show at most; how inboxes are named on a cluster, as in line.lua.
 -- Reply: server time in µs, value of K or false, its time to live in ms,
 --        holders together {owner, end of lease µs, record, …}, waiters {owner, record, …}.
 local call = redis.call
 local time = call('TIME')
 local now = string.format('%.0f', time[1] * 1000000 + time[2])
-local K, tag = KEYS[1], string.sub(KEYS[2], 12)
+local K, tag = KEYS[1], string.sub(KEYS[3], 12)
 local Q, W, D = 'fencelock:q:' .. tag .. K, 'fencelock:w:' .. tag .. K, 'fencelock:d:' .. tag .. K
 local cur = call('GET', K)
 local holders, waiters = {}, {}

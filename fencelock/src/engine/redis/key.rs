@@ -22,6 +22,9 @@ impl Key {
 
 /// The newest token of a server.
 pub(super) const NEWEST: &str = "fencelock:t";
+/// A key that is never there. On a cluster it is named in each call: while a slot moves from one node to another, neither has all
+/// the keys of a lock, and a node that misses a key which was named says so instead of taking a part for the whole.
+pub(super) const NOBODY: &str = "fencelock:-";
 /// The process that grants; see `takeover.lua`.
 pub(super) const GRANTING: &str = "fencelock:n";
 /// While it exists, nothing is granted to new owners.

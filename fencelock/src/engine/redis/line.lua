@@ -1,7 +1,8 @@
 -- Carries out a batch of operations on lines. All that changes a lock happens in here, atomically.
 --
 -- Operations of the same kind, lifetime and note travel as a group.
--- KEYS: the K of all operations, all of one slot, and T:
+-- KEYS: the K of all operations, all of one slot; on a cluster one that is never there, so that nothing is done while the slot is
+--   on its way from one node to another and neither has all of the keys; and T:
 --   K  the lock's name itself: who holds. While it is held exclusively, owner ':' token \n session \n label (a value that nobody
 --      else has, as in the common recipe, so that its clients and fencelock exclude each other), and at the end the byte 1 if
 --      somebody may wait for it; 'fencelock:shared' or 'fencelock:permit:N' otherwise
@@ -287,6 +288,7 @@ local function set_up(T, X, tag, now, newest)
     end
     call('PEXPIRE', Q, linger)
     call('ZADD', X, 0, '')
+    call('ZREMRANGEBYSCORE', X, '(0', str(math.floor(now / 1000) - linger))
     call('PEXPIRE', X, linger)
     if call('PTTL', W) < linger then call('PEXPIRE', W, linger) end
     local again, foreign = look(cur, K, Q, D, owner)

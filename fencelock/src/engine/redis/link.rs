@@ -11,7 +11,7 @@ use crate::clock::ServerTime;
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Cmd, Pipeline, PushInfo, PushKind, RedisError, Value};
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::mpsc;
@@ -51,6 +51,9 @@ pub(super) struct Open {
     sharded: bool,
     /// Slots for which words are listened to, on a cluster.
     listens: Arc<Mutex<HashSet<u16>>>,
+    /// A node whose slot moved away says that it has ended a subscription, without having been asked. The client takes that for the
+    /// answer to the request that is under way, and each later answer for that to the request before. Set before any of them is told.
+    confused: Arc<AtomicBool>,
 }
 
 impl Open {
@@ -155,10 +158,15 @@ impl Link {
         let client = self.plan.finder.server(*timeout).await?;
         let generation = GENERATION.fetch_add(1, Ordering::Relaxed);
         let pushes = self.plan.pushes.clone();
+        let confused = Arc::new(AtomicBool::new(false));
+        let confusion = Arc::clone(&confused);
         let config = AsyncConnectionConfig::new()
             .set_connection_timeout(Some(*timeout))
             .set_response_timeout(Some(*timeout))
             .set_push_sender(move |push: PushInfo| {
+                if push.kind == PushKind::SUnsubscribe {
+                    confusion.store(true, Ordering::Release);
+                }
                 // Nobody to tell is no reason to break the connection.
                 if let Some(push) = read_push(&push) {
                     let _ = pushes.send((generation, push));
@@ -178,6 +186,7 @@ impl Link {
             quarantine: None,
             sharded: false,
             listens: Arc::default(),
+            confused,
         };
         if self.plan.policy != Policy::Off || self.is_in_cluster() {
             let server = takeover::look(&mut connection).await?;
@@ -255,14 +264,25 @@ impl Link {
     /// Sends one command and returns its answer.
     pub(super) async fn send_to(&self, open: &Open, command: &Cmd) -> Result<Value, Fault> {
         let answer = open.connection.clone().send_packed_command(command).await;
+        self.make_sense(open)?;
         answer.and_then(Value::extract_error).map_err(|error| self.failed(open, error))
     }
 
     /// Sends several commands together and returns their answers.
     pub(super) async fn send_all(&self, open: &Open, commands: &Pipeline) -> Result<Vec<Value>, Fault> {
         let answer = open.connection.clone().send_packed_commands(commands, 0, commands.len()).await;
+        self.make_sense(open)?;
         let values = answer.map_err(|error| self.failed(open, error))?;
         values.into_iter().map(|value| value.extract_error().map_err(|error| self.failed(open, error))).collect()
+    }
+
+    /// Whether answers can be told apart.
+    fn make_sense(&self, open: &Open) -> Result<(), Fault> {
+        if !open.confused.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let why = "a subscription ended because its slot has moved to another node";
+        Err(self.failed(open, std::io::Error::new(std::io::ErrorKind::ConnectionReset, why).into()))
     }
 
     fn failed(&self, open: &Open, error: RedisError) -> Fault {
@@ -308,7 +328,7 @@ impl Link {
 
 fn read_push(push: &PushInfo) -> Option<Push> {
     match push.kind {
-        PushKind::Disconnection => Some(Push::Broken),
+        PushKind::Disconnection | PushKind::SUnsubscribe => Some(Push::Broken),
         PushKind::Message | PushKind::SMessage => {
             let [channel, message] = push.data.as_slice() else { return None };
             let (channel, message) = (text(channel)?, text(message)?);

@@ -4,7 +4,7 @@
 //! call takes them all. Nobody waits for a batch to fill.
 
 use super::fault::Fault;
-use super::key::{Key, NEWEST, tag_of};
+use super::key::{Key, NEWEST, NOBODY, tag_of};
 use super::link::{Link, Open};
 use crate::{Clock, Error, ErrorKind, Moment, Owner, Result};
 use redis::{Cmd, Script, Value};
@@ -465,7 +465,7 @@ impl Post {
         let mut command = Cmd::with_capacity(16 + ops.len() * 2, 256 + ops.len() * 120);
         command.arg(if by_hash { "EVALSHA" } else { "EVAL" });
         command.arg(if by_hash { LINE.get_hash() } else { include_str!("line.lua") });
-        command.arg(ops.len() + 1);
+        command.arg(ops.len() + if self.rules.by_slot { 2 } else { 1 });
         for index in groups.iter().flat_map(|group| &group.members) {
             command.arg(ops[*index].key.name.as_str());
         }
@@ -473,7 +473,7 @@ impl Post {
         let longest = ops.iter().map(|op| op.ttl).max().unwrap_or_default();
         if self.rules.by_slot {
             let tag = tag_of(ops[0].key.slot);
-            command.arg(format!("{NEWEST}{tag}")).arg(millis(REMEMBER + longest));
+            command.arg(format!("{NOBODY}{tag}")).arg(format!("{NEWEST}{tag}")).arg(millis(REMEMBER + longest));
             command.arg(format!("{quarantined}{}", open.inbox_suffix(&tag)));
         } else {
             command.arg(NEWEST).arg(millis(REMEMBER + longest)).arg(quarantined);

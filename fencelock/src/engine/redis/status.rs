@@ -1,7 +1,7 @@
 //! What `status` and `list` see in Redis.
 
 use super::fault::{Fault, told};
-use super::key::{Key, NEWEST, QUEUES, name_of, pattern_of, tag_of};
+use super::key::{Key, NEWEST, NOBODY, QUEUES, name_of, pattern_of, tag_of};
 use super::link::Open;
 use super::node::{Node, Nodes};
 use super::post::number;
@@ -41,8 +41,8 @@ pub(super) async fn inspect(nodes: &Nodes, key: &Key, waiters: usize) -> Result<
         let tag = &tag;
         move |open: &Open| {
             let mut command = redis::cmd(if source { "EVAL" } else { "EVALSHA" });
-            command.arg(if source { include_str!("inspect.lua") } else { INSPECT.get_hash() }).arg(2);
-            command.arg(key.name.as_str()).arg(format!("{NEWEST}{tag}"));
+            command.arg(if source { include_str!("inspect.lua") } else { INSPECT.get_hash() }).arg(3);
+            command.arg(key.name.as_str()).arg(format!("{NOBODY}{tag}")).arg(format!("{NEWEST}{tag}"));
             command.arg(waiters).arg(open.inbox_suffix(tag)).to_owned()
         }
     };

@@ -14,7 +14,7 @@ const THREADS: &str = "3";
 
 /// What needs the machine for itself: thousands of waiters, or servers that are killed while many processes work. They come last,
 /// one at a time.
-const ALONE: [&str; 4] = ["conformance_mysql", "conformance_postgres", "sql_faults", "sql_torture"];
+const ALONE: [&str; 5] = ["conformance_mysql", "conformance_postgres", "redis_ha_torture", "sql_faults", "sql_torture"];
 
 /// What takes longer than the rest together: the same for engines that are a preview. `cargo xtask long` runs them, one at a time;
 /// `cargo xtask test` does not.

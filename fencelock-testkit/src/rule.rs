@@ -114,7 +114,13 @@ impl World {
                 Some(guard) => outcome(guard.reenter().await),
                 None => Outcome::Busy,
             },
-            Step::Evict => outcome(self.clients[0].evict(&self.name).await),
+            Step::Evict => {
+                // Whoever holds it and has not heard of that yet would not be told of a loss, but wait once more.
+                for claim in self.claims.keys().copied().collect::<Vec<_>>() {
+                    self.guard(claim).await;
+                }
+                outcome(self.clients[0].evict(&self.name).await)
+            }
             Step::Expire { claim, mode } => {
                 let taken = self.take_unattended(claim, mode).await;
                 self.keep(claim, taken)

@@ -7,14 +7,12 @@ use super::link::{Link, Plan, Push};
 use super::node::{Node, Nodes};
 use super::post::Rules;
 use super::takeover::Policy;
+use super::target::{Certificates, Target};
 use super::{RedisEngine, Waiting};
 use crate::url::{Url, decode};
 use crate::{Error, Owner, Result};
-use redis::{
-    Client, ClientTlsConfig, ConnectionAddr, ConnectionInfo, IntoConnectionInfo, ProtocolVersion, RedisConnectionInfo,
-    TlsCertificates,
-};
-use rustls::crypto::CryptoProvider;
+use redis::{ConnectionAddr, ConnectionInfo, IntoConnectionInfo, RedisConnectionInfo};
+use rustls::ClientConfig;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -36,8 +34,7 @@ pub(super) struct Common {
     pushes: mpsc::UnboundedSender<(u64, Push)>,
     pub(super) rules: Rules,
     /// Settings for every server; the address differs.
-    info: ConnectionInfo,
-    tls: Option<TlsCertificates>,
+    target: Target,
 }
 
 impl Common {
@@ -55,33 +52,14 @@ impl Common {
         Arc::new(Node::new(link, self.rules))
     }
 
-    /// A client of the server at this address, with the settings that are the same for all.
-    pub(super) fn client(&self, host: &str, port: u16) -> Result<Client> {
-        client(at(&self.info, host, port), self.tls.clone())
+    /// The server at this address, with the settings that are the same for all.
+    pub(super) fn target(&self, host: &str, port: u16) -> Target {
+        self.target.at(host, port)
     }
 
     pub(super) fn timeout(&self) -> Duration {
         self.timeout
     }
-}
-
-fn at(info: &ConnectionInfo, host: &str, port: u16) -> ConnectionInfo {
-    let host = host.to_owned();
-    let addr = match info.addr() {
-        ConnectionAddr::TcpTls { insecure, tls_params, .. } => {
-            ConnectionAddr::TcpTls { host, port, insecure: *insecure, tls_params: tls_params.clone() }
-        }
-        _ => ConnectionAddr::Tcp(host, port),
-    };
-    info.clone().set_addr(addr)
-}
-
-fn client(info: ConnectionInfo, tls: Option<TlsCertificates>) -> Result<Client> {
-    let client = match tls {
-        Some(tls) => Client::build_with_tls(info, tls),
-        None => Client::open(info),
-    };
-    client.map_err(|error| fault(error, false).error)
 }
 
 /// Opens what the URL names, and makes sure that it answers.
@@ -99,9 +77,8 @@ pub(crate) async fn open(url: &Url, text: &str) -> Result<RedisEngine> {
         let (info, address) = connection_info(&url, text)?;
         (info, address, Hosts::default())
     };
-    if matches!(info.addr(), ConnectionAddr::TcpTls { .. }) {
-        choose_cryptography();
-    }
+    let db = info.redis_settings().db();
+    let target = Target::new(info, options.tls.clone());
     let in_cluster = scheme.ends_with("+cluster");
     let (pushes, arrived) = mpsc::unbounded_channel();
     let common = Common {
@@ -116,19 +93,17 @@ pub(crate) async fn open(url: &Url, text: &str) -> Result<RedisEngine> {
             replicas: options.replicas,
             by_slot: in_cluster,
         },
-        info: info.clone(),
-        tls: options.tls.clone(),
+        target: target.clone(),
     };
     let session = Arc::clone(&common.session);
     let nodes = if scheme.ends_with("+sentinel") {
-        let sentinels = options.sentinels(&info, &hosts.addresses)?;
-        let sentinel =
-            Sentinel { sentinels, name: hosts.master, info: info.clone(), tls: options.tls, first: 0.into() };
+        let sentinels = options.sentinels(&target, &hosts.addresses);
+        let sentinel = Sentinel { sentinels, name: hosts.master, target, first: 0.into() };
         Nodes::One(common.node(Finder::Sentinel(sentinel), String::new()))
     } else if in_cluster {
         Nodes::Cluster(Arc::new(Cluster::new(common, hosts.addresses, options.patience)))
     } else {
-        Nodes::One(common.node(Finder::Fixed(client(info.clone(), options.tls)?), String::new()))
+        Nodes::One(common.node(Finder::Fixed(target), String::new()))
     };
     let engine = RedisEngine {
         nodes,
@@ -138,18 +113,10 @@ pub(crate) async fn open(url: &Url, text: &str) -> Result<RedisEngine> {
         note: Mutex::new((String::new(), "".into())),
         doubt: tokio::sync::Notify::new(),
         address,
-        db: info.redis_settings().db(),
+        db,
     };
     engine.nodes.connect().await.map_err(|fault| fault.error.at_engine(&engine.address))?;
     Ok(engine)
-}
-
-/// TLS panics in a program that has chosen no cryptography.
-pub(in crate::engine) fn choose_cryptography() {
-    if CryptoProvider::get_default().is_none() {
-        // Somebody else may choose at the same moment: that is as good.
-        let _ = rustls::crypto::ring::default_provider().install_default();
-    }
 }
 
 struct Options {
@@ -157,7 +124,7 @@ struct Options {
     patience: Duration,
     policy: Policy,
     replicas: usize,
-    tls: Option<TlsCertificates>,
+    tls: Option<Arc<ClientConfig>>,
     sentinel_user: Option<String>,
     sentinel_password: Option<String>,
 }
@@ -183,20 +150,21 @@ impl Options {
         Ok(options)
     }
 
-    fn sentinels(&self, info: &ConnectionInfo, addresses: &[(String, u16)]) -> Result<Vec<Client>> {
-        let mut settings = RedisConnectionInfo::default().set_protocol(ProtocolVersion::RESP3);
+    fn sentinels(&self, target: &Target, addresses: &[(String, u16)]) -> Vec<Target> {
+        let mut settings = RedisConnectionInfo::default();
         if let Some(user) = &self.sentinel_user {
             settings = settings.set_username(user);
         }
         if let Some(password) = &self.sentinel_password {
             settings = settings.set_password(password);
         }
-        let info = info.clone().set_redis_settings(settings);
-        addresses.iter().map(|(host, port)| client(at(&info, host, *port), self.tls.clone())).collect()
+        let target = target.as_user(settings);
+        addresses.iter().map(|(host, port)| target.at(host, *port)).collect()
     }
 }
 
-pub(in crate::engine) fn tls(url: &mut Url) -> Result<Option<TlsCertificates>> {
+/// Takes the options of TLS. `None` if the URL does not ask for it.
+pub(in crate::engine) fn tls(url: &mut Url) -> Result<Option<Arc<ClientConfig>>> {
     let mut read = |option: &str| {
         url.take(option)
             .map(|path| {
@@ -207,18 +175,18 @@ pub(in crate::engine) fn tls(url: &mut Url) -> Result<Option<TlsCertificates>> {
             .transpose()
     };
     let (ca, cert, key) = (read("ca")?, read("cert")?, read("key")?);
-    let client_tls = match (cert, key) {
-        (Some(client_cert), Some(client_key)) => Some(ClientTlsConfig { client_cert, client_key }),
+    let client = match (cert, key) {
+        (Some(cert), Some(key)) => Some((cert, key)),
         (None, None) => None,
         _ => return Err(Error::invalid("options cert and key go together: the client's certificate and its key")),
     };
-    if ca.is_none() && client_tls.is_none() {
+    if !url.scheme.starts_with("rediss") {
+        if ca.is_some() || client.is_some() {
+            return Err(Error::invalid("options ca, cert and key need TLS; write rediss://"));
+        }
         return Ok(None);
     }
-    if !url.scheme.starts_with("rediss") {
-        return Err(Error::invalid("options ca, cert and key need TLS; write rediss://"));
-    }
-    Ok(Some(TlsCertificates { client_tls, root_cert: ca }))
+    Certificates { ca, client }.config().map(Some)
 }
 
 /// The servers that a URL names.
@@ -227,16 +195,6 @@ struct Hosts {
     addresses: Vec<(String, u16)>,
     /// What the Sentinels call the master.
     master: String,
-}
-
-fn settled(info: ConnectionInfo) -> ConnectionInfo {
-    let settings = info
-        .redis_settings()
-        .clone()
-        .set_protocol(ProtocolVersion::RESP3)
-        .set_lib_name("fencelock", env!("CARGO_PKG_VERSION"));
-    let tcp = info.tcp_settings().clone().set_nodelay(true);
-    info.set_redis_settings(settings).set_tcp_settings(tcp)
 }
 
 /// What to connect to, and the address to show: without secrets.
@@ -250,7 +208,11 @@ pub(in crate::engine) fn connection_info(url: &Url, text: &str) -> Result<(Conne
         ))
         .caused_by(error.detail().unwrap_or("it cannot be parsed").to_owned())
     })?;
-    let info = settled(info);
+    if matches!(info.addr(), ConnectionAddr::TcpTls { insecure: true, .. }) {
+        return Err(Error::invalid(
+            "#insecure: a server that proves nothing can be anybody; write ?ca=file with its CA",
+        ));
+    }
     let db = match info.redis_settings().db() {
         0 => String::new(),
         db => format!("/{db}"),
@@ -305,7 +267,7 @@ fn several_hosts(scheme: &str, text: &str) -> Result<(ConnectionInfo, String, Ho
     };
     let info = addr.into_connection_info().map_err(|error| fault(error, false).error)?.set_redis_settings(settings);
     let address = format!("{scheme}://{hosts}{}{path}", if path.is_empty() { "" } else { "/" });
-    Ok((settled(info), address, Hosts { addresses, master: decode(master)? }))
+    Ok((info, address, Hosts { addresses, master: decode(master)? }))
 }
 
 /// `host`, `host:port`, `[v6]`, `[v6]:port`.

@@ -9,7 +9,7 @@ use super::link::Open;
 use super::node::Node;
 use super::post::{Answer, Op, Outcome};
 use crate::{Clock, Error, ErrorKind, Moment};
-use redis::{AsyncConnectionConfig, Cmd, Value};
+use redis::{Cmd, Value};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -151,11 +151,9 @@ impl Cluster {
     }
 
     async fn ask_for_slots(&self, host: &str, port: u16) -> Result<Vec<Range>, Fault> {
-        let client = self.common.client(host, port).map_err(Fault::passing)?;
-        let timeout = Some(self.common.timeout());
-        let config = AsyncConnectionConfig::new().set_connection_timeout(timeout).set_response_timeout(timeout);
+        let target = self.common.target(host, port);
         let asking = async {
-            let mut connection = client.get_multiplexed_async_connection_with_config(&config).await?;
+            let mut connection = target.connect_to_ask(self.common.timeout()).await?;
             redis::cmd("CLUSTER").arg("SLOTS").query_async::<Value>(&mut connection).await
         };
         let value = asking.await.map_err(|error| fault(error, false))?;
@@ -190,10 +188,9 @@ impl Cluster {
             let place = tag_of(slot);
             if let Some(node) = map.nodes.get(address) {
                 node.link.move_to(place);
-            } else if let Some((host, port)) = host_and_port(address, 0)
-                && let Ok(client) = self.common.client(&host, port)
-            {
-                map.nodes.insert(address.to_owned(), self.common.node(Finder::Fixed(client), place));
+            } else if let Some((host, port)) = host_and_port(address, 0) {
+                let target = self.common.target(&host, port);
+                map.nodes.insert(address.to_owned(), self.common.node(Finder::Fixed(target), place));
             }
         }
     }

@@ -1,25 +1,26 @@
 //! How the server is found: it has a fixed address, or Sentinels know who is the master.
 
 use super::fault::{Fault, fault};
+use super::link::text;
+use super::target::Target;
+use super::wire::{News, answered};
 use crate::{Error, ErrorKind};
-use redis::{
-    AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, PushInfo, PushKind, TlsCertificates, Value,
-};
+use redis::Value;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::sync::mpsc;
 
 /// Where to connect to.
 pub(super) enum Finder {
-    Fixed(Client),
+    Fixed(Target),
     Sentinel(Sentinel),
 }
 
 impl Finder {
     /// The server that is to be used at this moment.
-    pub(super) async fn server(&self, timeout: Duration) -> Result<Client, Fault> {
+    pub(super) async fn server(&self, timeout: Duration) -> Result<Target, Fault> {
         match self {
-            Finder::Fixed(client) => Ok(client.clone()),
+            Finder::Fixed(target) => Ok(target.clone()),
             Finder::Sentinel(sentinel) => sentinel.master(timeout).await,
         }
     }
@@ -35,18 +36,17 @@ impl Finder {
 
 /// A master that Sentinels watch over.
 pub(super) struct Sentinel {
-    pub(super) sentinels: Vec<Client>,
+    pub(super) sentinels: Vec<Target>,
     /// What the Sentinels call the master.
     pub(super) name: String,
     /// Settings for the master; its address is the Sentinels' part.
-    pub(super) info: ConnectionInfo,
-    pub(super) tls: Option<TlsCertificates>,
+    pub(super) target: Target,
     /// Which Sentinel is asked first: the one that answered last.
     pub(super) first: AtomicUsize,
 }
 
 impl Sentinel {
-    async fn master(&self, timeout: Duration) -> Result<Client, Fault> {
+    async fn master(&self, timeout: Duration) -> Result<Target, Fault> {
         let mut answers = Vec::new();
         let first = self.first.load(Ordering::Relaxed);
         for step in 0..self.sentinels.len() {
@@ -54,7 +54,7 @@ impl Sentinel {
             match self.ask(&self.sentinels[number], timeout).await {
                 Ok(Some((host, port))) => {
                     self.first.store(number, Ordering::Relaxed);
-                    return self.client(host, port);
+                    return Ok(self.target.at(&host, port));
                 }
                 Ok(None) => answers.push(format!("Sentinel {} does not know it", number + 1)),
                 Err(fault) => answers.push(format!("Sentinel {}: {}", number + 1, fault.error)),
@@ -67,31 +67,14 @@ impl Sentinel {
         Err(Fault::passing(error.caused_by(answers.join("; "))))
     }
 
-    async fn ask(&self, sentinel: &Client, timeout: Duration) -> Result<Option<(String, u16)>, Fault> {
-        let config =
-            AsyncConnectionConfig::new().set_connection_timeout(Some(timeout)).set_response_timeout(Some(timeout));
+    async fn ask(&self, sentinel: &Target, timeout: Duration) -> Result<Option<(String, u16)>, Fault> {
         let asking = async {
-            let mut connection = sentinel.get_multiplexed_async_connection_with_config(&config).await?;
+            let mut connection = sentinel.connect_to_ask(timeout).await?;
             let mut command = redis::cmd("SENTINEL");
             command.arg("GET-MASTER-ADDR-BY-NAME").arg(&self.name);
             command.query_async::<Option<(String, u16)>>(&mut connection).await
         };
         asking.await.map_err(|error| fault(error, false))
-    }
-
-    fn client(&self, host: String, port: u16) -> Result<Client, Fault> {
-        let addr = match self.info.addr() {
-            ConnectionAddr::TcpTls { insecure, tls_params, .. } => {
-                ConnectionAddr::TcpTls { host, port, insecure: *insecure, tls_params: tls_params.clone() }
-            }
-            _ => ConnectionAddr::Tcp(host, port),
-        };
-        let info = self.info.clone().set_addr(addr);
-        let client = match &self.tls {
-            Some(tls) => Client::build_with_tls(info, tls.clone()),
-            None => Client::open(info),
-        };
-        client.map_err(|error| fault(error, false))
     }
 
     /// Listens to all Sentinels: those that are cut off themselves tell nothing.
@@ -102,16 +85,14 @@ impl Sentinel {
             listening.clear();
             for sentinel in &self.sentinels {
                 let (tell, name) = (tell.clone(), self.name.clone());
-                let config = AsyncConnectionConfig::new()
-                    .set_connection_timeout(Some(Duration::from_secs(2)))
-                    .set_push_sender(move |push: PushInfo| {
-                        if push.kind == PushKind::Disconnection || is_switch(&push, &name) {
-                            let _ = tell.send(push.kind != PushKind::Disconnection);
-                        }
-                        Ok::<(), redis::aio::SendError>(())
-                    });
-                if let Ok(mut connection) = sentinel.get_multiplexed_async_connection_with_config(&config).await
-                    && connection.subscribe("+switch-master").await.is_ok()
+                let listener = Box::new(move |news| match news {
+                    News::Broken => drop(tell.send(false)),
+                    News::Push(values) if is_switch(&values, &name) => drop(tell.send(true)),
+                    News::Push(_) => {}
+                });
+                if let Ok(connection) = sentinel.connect(Duration::from_secs(2), listener).await
+                    && let Ok(answer) = answered(connection.subscribe("SUBSCRIBE", "+switch-master")).await
+                    && answer.is_empty()
                 {
                     listening.push(connection);
                 }
@@ -127,7 +108,8 @@ impl Sentinel {
     }
 }
 
-fn is_switch(push: &PushInfo, name: &str) -> bool {
-    let Some(Value::BulkString(message)) = push.data.get(1) else { return false };
-    push.kind == PushKind::Message && message.starts_with(name.as_bytes()) && message.get(name.len()) == Some(&b' ')
+fn is_switch(push: &[Value], name: &str) -> bool {
+    let [kind, _, message] = push else { return false };
+    let (Some("message"), Some(message)) = (text(kind), text(message)) else { return false };
+    message.strip_prefix(name).is_some_and(|rest| rest.starts_with(' '))
 }

@@ -6,13 +6,13 @@ use super::find::Finder;
 use super::key::tag_of;
 use super::post::millis;
 use super::takeover::{self, Policy, Quarantine, Server};
+use super::wire::{News, Told, Wire, answered};
 use crate::Owner;
 use crate::clock::ServerTime;
-use redis::aio::MultiplexedConnection;
-use redis::{AsyncConnectionConfig, Cmd, Pipeline, PushInfo, PushKind, RedisError, Value};
+use redis::{Cmd, RedisError, RedisResult, Value};
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::mpsc;
 
@@ -41,22 +41,25 @@ impl Push {
     }
 }
 
+type Listens = Arc<Mutex<HashSet<u16>>>;
+
 /// A connection in use.
 #[derive(Clone)]
 pub(super) struct Open {
-    connection: MultiplexedConnection,
+    wire: Wire,
     generation: u64,
     quarantine: Option<Quarantine>,
     /// Channels can belong to a slot, so that their messages stay on one node of a cluster (Redis 7).
     sharded: bool,
     /// Slots for which words are listened to, on a cluster.
-    listens: Arc<Mutex<HashSet<u16>>>,
-    /// A node whose slot moved away says that it has ended a subscription, without having been asked. The client takes that for the
-    /// answer to the request that is under way, and each later answer for that to the request before. Set before any of them is told.
-    confused: Arc<AtomicBool>,
+    listens: Listens,
 }
 
 impl Open {
+    fn listens(&self) -> MutexGuard<'_, HashSet<u16>> {
+        self.listens.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(super) fn quarantine(&self) -> Option<Quarantine> {
         self.quarantine.filter(|quarantine| !quarantine.left().is_zero())
     }
@@ -155,44 +158,34 @@ impl Link {
 
     async fn connect(&self) -> Result<Open, Fault> {
         let Plan { timeout, session, .. } = &self.plan;
-        let client = self.plan.finder.server(*timeout).await?;
+        let target = self.plan.finder.server(*timeout).await?;
         let generation = GENERATION.fetch_add(1, Ordering::Relaxed);
         let pushes = self.plan.pushes.clone();
-        let confused = Arc::new(AtomicBool::new(false));
-        let confusion = Arc::clone(&confused);
-        let config = AsyncConnectionConfig::new()
-            .set_connection_timeout(Some(*timeout))
-            .set_response_timeout(Some(*timeout))
-            .set_push_sender(move |push: PushInfo| {
-                if push.kind == PushKind::SUnsubscribe {
-                    confusion.store(true, Ordering::Release);
-                }
-                // Nobody to tell is no reason to break the connection.
-                if let Some(push) = read_push(&push) {
-                    let _ = pushes.send((generation, push));
-                }
-                Ok::<(), redis::aio::SendError>(())
-            });
+        let listens: Listens = Arc::default();
+        let heard = Arc::clone(&listens);
+        let listener = Box::new(move |news| {
+            let push = match news {
+                News::Broken => Some(Push::Broken),
+                News::Push(values) => read_push(&values, &heard),
+            };
+            // Nobody to tell is no reason to break the connection.
+            if let Some(push) = push {
+                let _ = pushes.send((generation, push));
+            }
+        });
         let connecting = async {
-            let mut connection = client.get_multiplexed_async_connection_with_config(&config).await?;
-            connection.subscribe(format!("fencelock:inbox:{session}")).await?;
-            Ok::<_, RedisError>(connection)
+            let wire = target.connect(*timeout, listener).await?;
+            confirmed(wire.subscribe("SUBSCRIBE", &format!("fencelock:inbox:{session}"))).await?;
+            Ok::<_, RedisError>(wire)
         };
         // Nothing that matters was sent: whatever went wrong, the engine was not reached.
-        let mut connection = connecting.await.map_err(|error| fault(error, false))?;
-        let mut open = Open {
-            connection: connection.clone(),
-            generation,
-            quarantine: None,
-            sharded: false,
-            listens: Arc::default(),
-            confused,
-        };
+        let mut wire = connecting.await.map_err(|error| fault(error, false))?;
+        let mut open = Open { wire: wire.clone(), generation, quarantine: None, sharded: false, listens };
         if self.plan.policy != Policy::Off || self.is_in_cluster() {
-            let server = takeover::look(&mut connection).await?;
+            let server = takeover::look(&mut wire).await?;
             open.sharded = server.sharded_channels();
             let longest = self.plan.longest.load(Ordering::Relaxed);
-            open.quarantine = self.check(&mut connection, &server, longest).await?;
+            open.quarantine = self.check(&mut wire, &server, longest).await?;
             self.announced.store(longest, Ordering::Relaxed);
         }
         if let Some(quarantine) = open.quarantine() {
@@ -220,16 +213,11 @@ impl Link {
         }
     }
 
-    async fn check(
-        &self,
-        connection: &mut MultiplexedConnection,
-        server: &Server,
-        longest: u64,
-    ) -> Result<Option<Quarantine>, Fault> {
+    async fn check(&self, wire: &mut Wire, server: &Server, longest: u64) -> Result<Option<Quarantine>, Fault> {
         if self.plan.policy == Policy::Off {
             return Ok(None);
         }
-        takeover::check(connection, server, self.plan.policy, Duration::from_millis(longest), &self.place()).await
+        takeover::check(wire, server, self.plan.policy, Duration::from_millis(longest), &self.place()).await
     }
 
     /// Whether a successor of this server would wait for as long as this lease.
@@ -246,10 +234,10 @@ impl Link {
         // Whichever server is connected to next hears of it, too.
         self.plan.longest.fetch_max(longest, Ordering::Relaxed);
         let open = self.open().await?;
-        let mut connection = open.connection.clone();
+        let mut wire = open.wire.clone();
         let announcing = async {
-            let server = takeover::look(&mut connection).await?;
-            self.check(&mut connection, &server, longest).await
+            let server = takeover::look(&mut wire).await?;
+            self.check(&mut wire, &server, longest).await
         };
         if let Err(fault) = announcing.await {
             if fault.broken {
@@ -263,26 +251,13 @@ impl Link {
 
     /// Sends one command and returns its answer.
     pub(super) async fn send_to(&self, open: &Open, command: &Cmd) -> Result<Value, Fault> {
-        let answer = open.connection.clone().send_packed_command(command).await;
-        self.make_sense(open)?;
-        answer.and_then(Value::extract_error).map_err(|error| self.failed(open, error))
+        open.wire.call(command).await.and_then(Value::extract_error).map_err(|error| self.failed(open, error))
     }
 
-    /// Sends several commands together and returns their answers.
-    pub(super) async fn send_all(&self, open: &Open, commands: &Pipeline) -> Result<Vec<Value>, Fault> {
-        let answer = open.connection.clone().send_packed_commands(commands, 0, commands.len()).await;
-        self.make_sense(open)?;
-        let values = answer.map_err(|error| self.failed(open, error))?;
+    /// Sends something that has so many answers, and returns them.
+    pub(super) async fn send(&self, open: &Open, packed: &[u8], answers: usize) -> Result<Vec<Value>, Fault> {
+        let values = answered(open.wire.send(packed, answers)).await.map_err(|error| self.failed(open, error))?;
         values.into_iter().map(|value| value.extract_error().map_err(|error| self.failed(open, error))).collect()
-    }
-
-    /// Whether answers can be told apart.
-    fn make_sense(&self, open: &Open) -> Result<(), Fault> {
-        if !open.confused.load(Ordering::Acquire) {
-            return Ok(());
-        }
-        let why = "a subscription ended because its slot has moved to another node";
-        Err(self.failed(open, std::io::Error::new(std::io::ErrorKind::ConnectionReset, why).into()))
     }
 
     fn failed(&self, open: &Open, error: RedisError) -> Fault {
@@ -293,31 +268,34 @@ impl Link {
         fault
     }
 
-    /// On a cluster: listens for words about the locks of this slot.
-    pub(super) async fn listen_at(&self, open: &Open, slot: u16) -> Result<(), Fault> {
-        if !open.listens.lock().unwrap_or_else(PoisonError::into_inner).insert(slot) {
-            return Ok(());
+    /// On a cluster: listens for words about the locks of this slot. What to wait for, if it is not known yet to succeed: after
+    /// the answer to what is sent next.
+    pub(super) fn listen_at(&self, open: &Open, slot: u16) -> Option<Told> {
+        if !open.listens().insert(slot) {
+            return None;
         }
+        let command = if open.sharded { "SSUBSCRIBE" } else { "SUBSCRIBE" };
         let channel = format!("fencelock:inbox:{}:{}", self.plan.session, tag_of(slot));
-        let mut subscribe = redis::cmd(if open.sharded { "SSUBSCRIBE" } else { "SUBSCRIBE" });
-        subscribe.arg(channel).set_no_response(true);
-        let answer = open.connection.clone().send_packed_command(&subscribe).await;
-        answer.map(drop).map_err(|error| {
-            open.listens.lock().unwrap_or_else(PoisonError::into_inner).remove(&slot);
+        Some(open.wire.subscribe(command, &channel))
+    }
+
+    pub(super) async fn listens(&self, open: &Open, slot: u16, told: Told) -> Result<(), Fault> {
+        confirmed(told).await.map_err(|error| {
+            open.listens().remove(&slot);
             self.failed(open, error)
         })
     }
 
     /// Asks to be told when a key is deleted or expires; a server that is not configured to tell does not.
     pub(super) async fn watch_key(&self, channel: &str) {
-        if let Some(mut open) = self.current() {
-            let _ = open.connection.subscribe(channel).await;
+        if let Some(open) = self.current() {
+            let _ = confirmed(open.wire.subscribe("SUBSCRIBE", channel)).await;
         }
     }
 
     pub(super) async fn unwatch_key(&self, channel: &str) {
-        if let Some(mut open) = self.current() {
-            let _ = open.connection.unsubscribe(channel).await;
+        if let Some(open) = self.current() {
+            let _ = confirmed(open.wire.subscribe("UNSUBSCRIBE", channel)).await;
         }
     }
 
@@ -326,19 +304,27 @@ impl Link {
     }
 }
 
-fn read_push(push: &PushInfo) -> Option<Push> {
-    match push.kind {
-        PushKind::Disconnection | PushKind::SUnsubscribe => Some(Push::Broken),
-        PushKind::Message | PushKind::SMessage => {
-            let [channel, message] = push.data.as_slice() else { return None };
-            let (channel, message) = (text(channel)?, text(message)?);
-            match channel.split_once("__:") {
-                Some((space, key)) if space.starts_with("__keyspace@") => {
-                    matches!(message, "del" | "expired" | "evicted").then(|| Push::Gone { key: key.to_owned() })
-                }
-                _ => read_word(message),
-            }
+/// Waits until a server has confirmed a subscription.
+pub(in crate::engine) async fn confirmed(told: Told) -> RedisResult<()> {
+    // It answers only if it refuses.
+    answered(told).await?.into_iter().try_for_each(|refusal| refusal.extract_error().map(drop))
+}
+
+fn read_push(push: &[Value], listens: &Mutex<HashSet<u16>>) -> Option<Push> {
+    let [kind, channel, rest @ ..] = push else { return None };
+    let channel = text(channel)?;
+    match (text(kind)?, rest) {
+        // The slot has moved to another node, and the words about its locks as well.
+        ("sunsubscribe", _) => {
+            listens.lock().unwrap_or_else(PoisonError::into_inner).retain(|slot| !channel.ends_with(&tag_of(*slot)));
+            Some(Push::Broken)
         }
+        ("message" | "smessage", [message]) => match channel.split_once("__:") {
+            Some((space, key)) if space.starts_with("__keyspace@") => {
+                matches!(text(message)?, "del" | "expired" | "evicted").then(|| Push::Gone { key: key.to_owned() })
+            }
+            _ => read_word(text(message)?),
+        },
         _ => None,
     }
 }
@@ -367,7 +353,7 @@ fn read_word(message: &str) -> Option<Push> {
     }
 }
 
-fn text(value: &Value) -> Option<&str> {
+pub(super) fn text(value: &Value) -> Option<&str> {
     match value {
         Value::BulkString(bytes) => std::str::from_utf8(bytes).ok(),
         Value::SimpleString(text) => Some(text),

@@ -5,7 +5,7 @@
 //! * `address`: the URLs.
 //! * `key`: the keys of a lock.
 //! * `node`, `find`, `cluster`: which server a lock lives on.
-//! * `link`: the connection to a server, and what it pushes.
+//! * `link`: the connection to a server, and what it pushes; `target`, `wire`, `resp`: how it is made, used and read.
 //! * `takeover`: servers that took over from others, and must wait.
 //! * `post`: batching.
 //! * `fault`: what an error means.
@@ -21,16 +21,25 @@ pub(crate) use key::companion;
 mod link;
 mod node;
 mod post;
+mod resp;
 mod status;
 mod takeover;
+mod target;
+mod wire;
 
 pub(crate) use self::address::open;
-pub(in crate::engine) use self::address::{choose_cryptography, connection_info, tls};
 use self::fault::{Fault, told};
 use self::key::Key;
 use self::link::{Link, Push};
 use self::node::Nodes;
 use self::post::{Answer, Op, Reply, Who};
+#[cfg(feature = "redlock")]
+pub(in crate::engine) use self::{
+    address::{connection_info, tls},
+    link::confirmed,
+    target::Target,
+    wire::{News, Wire},
+};
 use super::{Capability, Engine, Purpose};
 use crate::{
     Claim, Clock, Error, ErrorKind, Grant, Hold, Mode, Moment, Name, Owner, Release, Renewal, Result, Status, Token,
@@ -43,6 +52,7 @@ use std::time::Duration;
 use tokio::sync::{Notify, mpsc};
 
 /// What an error of the server means, for people. `sent`: the request may have reached it.
+#[cfg(feature = "redlock")]
 pub(in crate::engine) fn explain(error: redis::RedisError, sent: bool) -> Error {
     fault::fault(error, sent).error
 }

@@ -7,18 +7,20 @@ use super::fault::Fault;
 use super::key::{Key, NEWEST, NOBODY, tag_of};
 use super::link::{Link, Open};
 use crate::{Clock, Error, ErrorKind, Moment, Owner, Result};
+use futures_util::future::BoxFuture;
 use redis::{Cmd, Script, Value};
-use std::borrow::Cow;
+use std::borrow::{Borrow, Cow};
 use std::collections::VecDeque;
 use std::io::Write;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::task::Poll;
 use std::time::Duration;
 use tokio::sync::oneshot;
 
 /// The most operations in one call: a batch must not block the server for long.
 const BATCH: usize = 64;
 /// So many calls are under way at the same time; more operations wait for the next call.
-const CALLS: usize = 4;
+const CALLS: usize = 3;
 /// The same where a call carries operations of one slot only.
 const CALLS_BY_SLOT: usize = 64;
 /// How long a token is remembered after the last use of its lock; later ones are above it by the server's clock.
@@ -130,24 +132,36 @@ pub(super) struct Answer {
 
 pub(super) type Outcome = Result<Answer, Fault>;
 
+/// An operation, and whom to tell.
+struct Letter {
+    op: Op,
+    tell: oneshot::Sender<Outcome>,
+}
+
+impl Borrow<Op> for Letter {
+    fn borrow(&self) -> &Op {
+        &self.op
+    }
+}
+
 #[derive(Default)]
 struct Desk {
-    queue: VecDeque<(Op, oneshot::Sender<Outcome>)>,
+    queue: VecDeque<Letter>,
     calls: usize,
     /// Calls of an earlier era do not count any more.
     era: u64,
 }
 
 impl Desk {
-    fn next_batch(&mut self, by_slot: bool) -> Vec<(Op, oneshot::Sender<Outcome>)> {
-        let Some(slot) = self.queue.front().map(|(op, _)| op.key.slot) else { return Vec::new() };
+    fn next_batch(&mut self, by_slot: bool) -> Vec<Letter> {
+        let Some(slot) = self.queue.front().map(|letter| letter.op.key.slot) else { return Vec::new() };
         if !by_slot {
             let count = self.queue.len().min(BATCH);
             return self.queue.drain(..count).collect();
         }
         let mut count = 0;
-        let (batch, rest): (Vec<_>, Vec<_>) = self.queue.drain(..).partition(|(op, _)| {
-            let fits = op.key.slot == slot && count < BATCH;
+        let (batch, rest): (Vec<_>, Vec<_>) = self.queue.drain(..).partition(|letter| {
+            let fits = letter.op.key.slot == slot && count < BATCH;
             count += usize::from(fits);
             fits
         });
@@ -192,8 +206,7 @@ impl Post {
         loop {
             let outcome = match self.stand_at_desk(op) {
                 Ok(_call) => {
-                    // In a box: most operations queue up, and need no room for this.
-                    let mut outcomes = Box::pin(self.deliver(std::slice::from_ref(op))).await;
+                    let mut outcomes = self.deliver_alone(op).await;
                     outcomes.pop().unwrap_or_else(|| Err(Fault::unreadable()))
                 }
                 Err(told) => match told.await {
@@ -217,7 +230,7 @@ impl Post {
             return Ok(self.call_begun(&mut desk, true));
         }
         let (tell, told) = oneshot::channel();
-        desk.queue.push_back((op.clone(), tell));
+        desk.queue.push_back(Letter { op: op.clone(), tell });
         Err(told)
     }
 
@@ -243,14 +256,15 @@ impl Post {
 
     /// One call, with repetitions: every operation is idempotent by its owner. An operation that the server refuses spoils its
     /// batch; then each is tried by itself.
-    async fn deliver(&self, ops: &[Op]) -> Vec<Outcome> {
+    async fn deliver<O: Borrow<Op> + Sync>(&self, ops: &[O]) -> Vec<Outcome> {
         match self.call(ops, false).await {
+            Ok(answers) if self.rules.replicas == 0 => answers.into_iter().map(Ok).collect(),
             Ok(answers) => self.replicated(ops, answers).await,
             Err(fault) if ops.len() == 1 => vec![Err(fault)],
             Err(fault) if fault.refused => {
                 let mut outcomes = Vec::with_capacity(ops.len());
                 for op in ops {
-                    let alone = Box::pin(self.deliver(std::slice::from_ref(op))).await.pop();
+                    let alone = self.deliver_alone(op.borrow()).await.pop();
                     // The batch may have got as far as this one before it was refused.
                     let alone = alone.unwrap_or_else(|| Err(Fault::unreadable()));
                     outcomes.push(alone.map(|answer| Answer { repeated: true, ..answer }));
@@ -261,6 +275,11 @@ impl Post {
         }
     }
 
+    /// In a box: most operations queue up, and need no room for this.
+    fn deliver_alone<'a>(&'a self, op: &'a Op) -> BoxFuture<'a, Vec<Outcome>> {
+        Box::pin(self.deliver(std::slice::from_ref(op)))
+    }
+
     /// One operation at a node that does not serve its slot yet.
     pub(super) async fn submit_asking(&self, op: &Op) -> Outcome {
         let answers = self.call(std::slice::from_ref(op), true).await?;
@@ -268,10 +287,10 @@ impl Post {
     }
 
     /// Takes back what too few replicas have.
-    async fn replicated(&self, ops: &[Op], answers: Vec<Answer>) -> Vec<Outcome> {
+    async fn replicated<O: Borrow<Op>>(&self, ops: &[O], answers: Vec<Answer>) -> Vec<Outcome> {
         let wanted = self.rules.replicas;
         let mut outcomes = Vec::with_capacity(answers.len());
-        for (op, answer) in ops.iter().zip(answers) {
+        for (op, answer) in ops.iter().map(Borrow::borrow).zip(answers) {
             let counts = answer.replicas.is_none_or(|have| have >= wanted);
             outcomes.push(match answer.reply {
                 Reply::Held { token } if !counts => {
@@ -287,18 +306,16 @@ impl Post {
         outcomes
     }
 
-    async fn call(&self, ops: &[Op], asking: bool) -> Result<Vec<Answer>, Fault> {
+    async fn call<O: Borrow<Op>>(&self, ops: &[O], asking: bool) -> Result<Vec<Answer>, Fault> {
         let give_up = Clock::Boot.now().after(self.rules.patience);
         let mut pause = Duration::from_millis(10);
         let mut repeated = false;
         let mut by_hash = true;
         let groups = Group::of(ops);
         loop {
-            let fault = match self.attempt(ops, &groups, by_hash, asking).await {
-                Ok(answers) => {
-                    return Ok(answers.into_iter().map(|answer| Answer { repeated, ..answer }).collect());
-                }
+            let fault = match self.attempt(&groups, by_hash, asking, repeated).await {
                 Err(fault) => fault,
+                answers => return answers,
             };
             if fault.no_script && by_hash {
                 by_hash = false;
@@ -311,39 +328,37 @@ impl Post {
 
     async fn attempt(
         &self,
-        ops: &[Op],
-        groups: &[Group<'_>],
+        groups: &Groups<'_>,
         by_hash: bool,
         asking: bool,
+        repeated: bool,
     ) -> Result<Vec<Answer>, Fault> {
         let open = self.link.open().await?;
-        if self.rules.by_slot && ops.iter().any(Op::may_wait) {
-            self.link.listen_at(&open, ops[0].key.slot).await?;
-        }
-        let mut pipeline = redis::Pipeline::new();
+        let waits = self.rules.by_slot && groups.any(Op::may_wait);
+        let listening = if waits { self.link.listen_at(&open, groups.slot) } else { None };
+        let mut packed = Vec::with_capacity(512 + groups.count * 128);
         if asking {
-            pipeline.add_command(redis::cmd("ASKING"));
+            packed.extend(redis::cmd("ASKING").get_packed_command());
         }
-        let at = pipeline.len();
+        let at = usize::from(asking);
+        self.pack(&mut packed, groups, by_hash, &open);
+        let replicas = self.rules.replicas > 0 && groups.any(Op::may_hold);
+        if replicas {
+            let span = (groups.shortest() / 3).min(self.link.timeout() / 2);
+            packed.extend(redis::cmd("WAIT").arg(self.rules.replicas).arg(millis(span)).get_packed_command());
+        }
         let sent = Clock::Boot.now();
-        let command = self.command(ops, groups, by_hash, &open);
-        let replicas = self.rules.replicas > 0 && ops.iter().any(Op::may_hold);
-        let values = if replicas || asking {
-            pipeline.add_command(command);
-            if replicas {
-                let span = ops.iter().map(|op| op.ttl / 3).min().unwrap_or_default().min(self.link.timeout() / 2);
-                pipeline.add_command(redis::cmd("WAIT").arg(self.rules.replicas).arg(millis(span)).to_owned());
-            }
-            self.link.send_all(&open, &pipeline).await?
-        } else {
-            vec![self.link.send_to(&open, &command).await?]
-        };
+        let values = self.link.send(&open, &packed, at + 1 + usize::from(replicas)).await;
+        if let Some(told) = listening {
+            self.link.listens(&open, groups.slot, told).await?;
+        }
+        let values = values?;
         let (server, replies) = values.get(at).and_then(|value| read(value, groups)).ok_or_else(Fault::unreadable)?;
         if server > 0 {
             self.link.server_time().note(sent, server);
         }
         let replicas = values.get(at + 1).and_then(number).map(|have| usize::try_from(have).unwrap_or(usize::MAX));
-        Ok(replies.into_iter().map(|reply| Answer { reply, sent, repeated: false, replicas }).collect())
+        Ok(replies.into_iter().map(|reply| Answer { reply, sent, repeated, replicas }).collect())
     }
 
     /// Makes sure that a successor of the server would wait for as long as this lease; with repetitions.
@@ -404,12 +419,11 @@ impl Call {
             if batch.is_empty() {
                 return;
             }
-            let (ops, tells): (Vec<Op>, Vec<_>) = batch.into_iter().unzip();
-            for (tell, outcome) in tells.into_iter().zip(self.post.deliver(&ops).await) {
-                let _ = tell.send(outcome);
+            let outcomes = self.post.deliver(&batch).await;
+            for (letter, outcome) in batch.into_iter().zip(outcomes) {
+                let _ = letter.tell.send(outcome);
             }
-            // Whoever was told has something to send again, as a rule. One turn for them, and the next batch is larger.
-            tokio::task::yield_now().await;
+            let_others_go_first().await;
         }
     }
 }
@@ -436,59 +450,128 @@ impl Drop for Call {
     }
 }
 
+/// Lets tasks run that were told something: as a rule they have something to send again, and the next batch is larger. Unlike
+/// tokio's own way to yield, it does not have a look at the sockets first, which would cost more than what is gained.
+async fn let_others_go_first() {
+    let mut first = true;
+    std::future::poll_fn(|cx| {
+        if std::mem::replace(&mut first, false) {
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
+        }
+        Poll::Ready(())
+    })
+    .await;
+}
+
 /// Operations that travel together: those of the same kind, lifetime and note.
 struct Group<'a> {
     like: &'a Op,
     /// Which of the batch.
-    members: Vec<usize>,
+    members: Vec<(usize, &'a Op)>,
+}
+
+/// A batch.
+struct Groups<'a> {
+    groups: Vec<Group<'a>>,
+    count: usize,
+    /// On a cluster, all are of this one.
+    slot: u16,
 }
 
 impl<'a> Group<'a> {
-    fn of(ops: &'a [Op]) -> Vec<Self> {
+    fn of<O: Borrow<Op>>(ops: &'a [O]) -> Groups<'a> {
         let mut groups: Vec<Self> = Vec::with_capacity(4);
-        for (index, op) in ops.iter().enumerate() {
+        for (index, op) in ops.iter().map(Borrow::borrow).enumerate() {
             match groups.iter_mut().rev().find(|group| group.like.travels_with(op)) {
-                Some(group) => group.members.push(index),
+                Some(group) => group.members.push((index, op)),
                 None => {
                     let mut members = Vec::with_capacity(ops.len() - index);
-                    members.push(index);
+                    members.push((index, op));
                     groups.push(Self { like: op, members });
                 }
             }
         }
-        groups
+        let slot = groups.first().map_or(0, |group| group.like.key.slot);
+        Groups { groups, count: ops.len(), slot }
+    }
+}
+
+impl Groups<'_> {
+    fn any(&self, is: fn(&Op) -> bool) -> bool {
+        self.groups.iter().any(|group| is(group.like))
+    }
+
+    fn members(&self) -> impl Iterator<Item = &Op> {
+        self.groups.iter().flat_map(|group| &group.members).map(|(_, op)| *op)
+    }
+
+    fn longest(&self) -> Duration {
+        self.members().map(|op| op.ttl).max().unwrap_or_default()
+    }
+
+    fn shortest(&self) -> Duration {
+        self.members().map(|op| op.ttl).min().unwrap_or_default()
+    }
+}
+
+/// Writes a command as the server reads it.
+struct Packer<'a>(&'a mut Vec<u8>);
+
+impl Packer<'_> {
+    fn head(&mut self, mark: char, number: usize) {
+        // Writing to a vector cannot fail.
+        let _ = write!(self.0, "{mark}{number}\r\n");
+    }
+
+    fn text(&mut self, text: &(impl AsRef<[u8]> + ?Sized)) {
+        let text = text.as_ref();
+        self.head('$', text.len());
+        self.0.extend_from_slice(text);
+        self.0.extend_from_slice(b"\r\n");
+    }
+
+    fn number(&mut self, number: u64) {
+        self.text(&number.to_string());
     }
 }
 
 impl Post {
-    fn command(&self, ops: &[Op], groups: &[Group<'_>], by_hash: bool, open: &Open) -> Cmd {
-        let mut command = Cmd::with_capacity(16 + ops.len() * 2, 256 + ops.len() * 120);
-        command.arg(if by_hash { "EVALSHA" } else { "EVAL" });
-        command.arg(if by_hash { LINE.get_hash() } else { include_str!("line.lua") });
-        command.arg(ops.len() + if self.rules.by_slot { 2 } else { 1 });
-        for index in groups.iter().flat_map(|group| &group.members) {
-            command.arg(ops[*index].key.name.as_str());
+    fn pack(&self, packed: &mut Vec<u8>, groups: &Groups<'_>, by_hash: bool, open: &Open) {
+        let keys = groups.count + if self.rules.by_slot { 2 } else { 1 };
+        let heads: usize = groups.groups.iter().map(|group| if group.like.has_ttl() { 4 } else { 2 }).sum();
+        let mut packer = Packer(packed);
+        packer.head('*', 3 + keys + 2 + heads + groups.count);
+        packer.text(if by_hash { "EVALSHA" } else { "EVAL" });
+        packer.text(if by_hash { LINE.get_hash() } else { include_str!("line.lua") });
+        packer.number(keys as u64);
+        for op in groups.members() {
+            packer.text(op.key.name.as_str());
         }
-        let quarantined = u8::from(open.quarantine().is_some());
-        let longest = ops.iter().map(|op| op.ttl).max().unwrap_or_default();
+        let quarantined = if open.quarantine().is_some() { "1" } else { "0" };
+        let remember = millis(REMEMBER + groups.longest());
         if self.rules.by_slot {
-            let tag = tag_of(ops[0].key.slot);
-            command.arg(format!("{NOBODY}{tag}")).arg(format!("{NEWEST}{tag}")).arg(millis(REMEMBER + longest));
-            command.arg(format!("{quarantined}{}", open.inbox_suffix(&tag)));
+            let tag = tag_of(groups.slot);
+            packer.text(&format!("{NOBODY}{tag}"));
+            packer.text(&format!("{NEWEST}{tag}"));
+            packer.number(remember);
+            packer.text(&format!("{quarantined}{}", open.inbox_suffix(&tag)));
         } else {
-            command.arg(NEWEST).arg(millis(REMEMBER + longest)).arg(quarantined);
+            packer.text(NEWEST);
+            packer.number(remember);
+            packer.text(quarantined);
         }
-        for group in groups {
-            let op = group.like;
-            command.arg(&*op.code).arg(group.members.len());
-            if op.has_ttl() {
-                command.arg(millis(op.ttl)).arg(op.note.as_deref().unwrap_or_default());
+        for Group { like, members } in &groups.groups {
+            packer.text(&*like.code);
+            packer.number(members.len() as u64);
+            if like.has_ttl() {
+                packer.number(millis(like.ttl));
+                packer.text(like.note.as_deref().unwrap_or_default());
             }
-            for index in &group.members {
-                command.arg(ops[*index].who.as_bytes());
+            for (_, op) in members {
+                packer.text(op.who.as_bytes());
             }
         }
-        command
     }
 }
 
@@ -508,23 +591,23 @@ fn too_few(wanted: usize, have: Option<usize>) -> Fault {
 }
 
 /// The server's time, and the replies in the order of the operations.
-fn read(value: &Value, groups: &[Group<'_>]) -> Option<(u64, Vec<Reply>)> {
+fn read(value: &Value, groups: &Groups<'_>) -> Option<(u64, Vec<Reply>)> {
     let Value::Array(values) = value else { return None };
     let (server, values) = values.split_first()?;
-    let mut replies = vec![Reply::Busy; groups.iter().map(|group| group.members.len()).sum()];
-    if values.len() != groups.len() {
+    let mut replies = vec![Reply::Busy; groups.count];
+    if values.len() != groups.groups.len() {
         return None;
     }
-    for (group, value) in groups.iter().zip(values) {
+    for (group, value) in groups.groups.iter().zip(values) {
         match value {
             Value::Array(values) if values.len() == group.members.len() => {
-                for (index, value) in group.members.iter().zip(values) {
+                for ((index, _), value) in group.members.iter().zip(values) {
                     replies[*index] = read_reply(value)?;
                 }
             }
             Value::Int(_) => {
                 let reply = read_reply(value)?;
-                for index in &group.members {
+                for (index, _) in &group.members {
                     replies[*index] = reply.clone();
                 }
             }

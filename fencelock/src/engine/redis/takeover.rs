@@ -3,8 +3,8 @@
 
 use super::fault::{Fault, fault};
 use super::key::{GRANTING, NEWEST, QUARANTINE};
+use super::wire::Wire;
 use crate::{Clock, Error, ErrorKind, Moment};
-use redis::aio::MultiplexedConnection;
 use std::time::Duration;
 
 /// How long the name of the granting process is kept after the last connection. Tokens, which are refreshed with every grant,
@@ -70,7 +70,7 @@ impl Server {
 }
 
 /// Asks a server about itself. An error when it is not a master.
-pub(super) async fn look(connection: &mut MultiplexedConnection) -> Result<Server, Fault> {
+pub(super) async fn look(connection: &mut Wire) -> Result<Server, Fault> {
     let told = |error| fault(error, false);
     let server: String = redis::cmd("INFO").arg("server").query_async(connection).await.map_err(told)?;
     let replication: String = redis::cmd("INFO").arg("replication").query_async(connection).await.map_err(told)?;
@@ -91,7 +91,7 @@ pub(super) async fn look(connection: &mut MultiplexedConnection) -> Result<Serve
 
 /// Finds out whether the server must wait. `place` tells the nodes of a cluster apart; it is empty elsewhere.
 pub(super) async fn check(
-    connection: &mut MultiplexedConnection,
+    connection: &mut Wire,
     server: &Server,
     policy: Policy,
     longest: Duration,

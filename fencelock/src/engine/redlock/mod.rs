@@ -19,7 +19,7 @@ use self::ballot::{Answer, Code, Op, Outcome, Who};
 use self::council::{Council, Quarantine, driver};
 use self::node::Node;
 use self::view::View;
-use super::redis::{connection_info, explain, tls};
+use super::redis::{Target, connection_info, tls};
 use super::{Capability, Engine, Purpose};
 use crate::url::Url;
 use crate::{
@@ -75,20 +75,13 @@ pub(crate) async fn open(url: &Url, text: &str) -> Result<RedlockEngine> {
                 "the node {address} stands twice in the URL; each vote must come from a server of its own"
             )));
         }
-        let client = match &certificates {
-            Some(tls) => redis::Client::build_with_tls(info, tls.clone()),
-            None => redis::Client::open(info),
-        };
-        let client = client.map_err(|error| explain(error, false))?;
-        let (node, inbox) = Node::new(index, address.clone(), client, &session, timeout);
+        let target = Target::new(info, certificates.clone());
+        let (node, inbox) = Node::new(index, address.clone(), target, &session, timeout);
         addresses.push(address);
         nodes.push(Arc::new(node));
         inboxes.push(inbox);
     }
     check_count(addresses.len())?;
-    if secure {
-        super::redis::choose_cryptography();
-    }
     let (lost, taken) = mpsc::unbounded_channel();
     let council = Arc::new(Council::new(nodes, quarantine, longest, lost));
     let driver = driver()?;

@@ -2,13 +2,12 @@
 
 use super::ballot::{Answer, Batch, Op, number, read, text};
 use super::council::Council;
-use crate::engine::redis::explain;
+use crate::engine::redis::{News, Target, Wire, confirmed, explain};
 use crate::{Clock, Error, Moment, Owner};
 use futures_util::StreamExt;
 use futures_util::future::BoxFuture;
 use futures_util::stream::FuturesUnordered;
-use redis::aio::MultiplexedConnection;
-use redis::{AsyncConnectionConfig, Client, PushInfo, PushKind, RedisError, RedisResult, Value};
+use redis::{RedisError, RedisResult, Value};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 use tokio::sync::mpsc;
@@ -90,7 +89,7 @@ struct State {
     down: Option<Arc<str>>,
     /// The first error that another attempt cannot mend.
     hopeless: Option<Error>,
-    connection: Option<MultiplexedConnection>,
+    connection: Option<Wire>,
     trust: Trust,
     /// As the node itself said lately.
     out: Option<(Moment, Arc<str>)>,
@@ -103,7 +102,7 @@ struct State {
 pub(super) struct Node {
     pub(super) index: usize,
     pub(super) address: String,
-    client: Client,
+    target: Target,
     channel: String,
     timeout: Duration,
     queue: mpsc::UnboundedSender<Arc<Batch>>,
@@ -117,7 +116,7 @@ impl Node {
     pub(super) fn new(
         index: usize,
         address: String,
-        client: Client,
+        target: Target,
         session: &str,
         timeout: Duration,
     ) -> (Self, mpsc::UnboundedReceiver<Arc<Batch>>) {
@@ -133,7 +132,7 @@ impl Node {
             debts: Vec::new(),
         };
         let channel = format!("fencelock:inbox:{session}");
-        (Self { index, address, client, channel, timeout, queue, state: Mutex::new(state) }, inbox)
+        (Self { index, address, target, channel, timeout, queue, state: Mutex::new(state) }, inbox)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -145,7 +144,7 @@ impl Node {
         let _ = self.queue.send(batch);
     }
 
-    pub(super) fn connection(&self) -> Option<MultiplexedConnection> {
+    pub(super) fn connection(&self) -> Option<Wire> {
         self.state().connection.clone()
     }
 
@@ -292,7 +291,7 @@ impl Node {
         council: &Weak<Council>,
         inbox: &mut mpsc::UnboundedReceiver<Arc<Batch>>,
         first: bool,
-    ) -> Option<Result<(MultiplexedConnection, Pushes), Error>> {
+    ) -> Option<Result<(Wire, Pushes), Error>> {
         let mut connecting = std::pin::pin!(self.connect(council));
         let mut grace = std::pin::pin!(tokio::time::sleep(if first { GRACE } else { Duration::ZERO }));
         let mut patient = true;
@@ -341,21 +340,21 @@ impl Node {
         self.fail(council, batch, &why, false);
     }
 
-    async fn connect(&self, council: &Weak<Council>) -> Result<(MultiplexedConnection, Pushes), Error> {
+    async fn connect(&self, council: &Weak<Council>) -> Result<(Wire, Pushes), Error> {
         let (tell, pushes) = mpsc::unbounded_channel();
-        let config = AsyncConnectionConfig::new()
-            .set_connection_timeout(Some(self.timeout))
-            .set_response_timeout(Some(self.timeout))
-            .set_push_sender(move |push: PushInfo| {
-                // Nobody to tell is no reason to break the connection.
-                if let Some(push) = read_push(&push) {
-                    let _ = tell.send(push);
-                }
-                Ok::<(), redis::aio::SendError>(())
-            });
+        let listener = Box::new(move |news| {
+            let push = match news {
+                News::Broken => Some(Push::Broken),
+                News::Push(values) => read_push(&values),
+            };
+            // Nobody to tell is no reason to break the connection.
+            if let Some(push) = push {
+                let _ = tell.send(push);
+            }
+        });
         let introduce = async {
-            let mut connection = self.client.get_multiplexed_async_connection_with_config(&config).await?;
-            connection.subscribe(&self.channel).await?;
+            let mut connection = self.target.connect(self.timeout, listener).await?;
+            confirmed(connection.subscribe("SUBSCRIBE", &self.channel)).await?;
             let intro = self.introduce(&mut connection).await?;
             Ok::<_, RedisError>((connection, intro))
         };
@@ -376,7 +375,7 @@ impl Node {
         Ok((connection, pushes))
     }
 
-    async fn introduce(&self, connection: &mut MultiplexedConnection) -> RedisResult<Intro> {
+    async fn introduce(&self, connection: &mut Wire) -> RedisResult<Intro> {
         let mut questions = redis::pipe();
         questions.cmd("INFO").arg("server").cmd("GET").arg(FOUNDED).cmd("GET").arg(LONGEST).cmd("TIME");
         let sent = Clock::Boot.now();
@@ -402,10 +401,10 @@ impl Node {
 
     /// Tells the node of the longest lease that a client uses.
     pub(super) async fn note_longest(&self, longest: Duration) {
-        if let Some(mut connection) = self.connection() {
+        if let Some(connection) = self.connection() {
             let mut command = redis::cmd("SET");
             command.arg(LONGEST).arg(super::ballot::millis(longest)).arg("PX").arg(24 * 60 * 60 * 1_000);
-            let _ = connection.send_packed_command(&command).await;
+            let _ = connection.call(&command).await;
         }
     }
 
@@ -423,7 +422,7 @@ impl Node {
         self: &Arc<Self>,
         council: &Weak<Council>,
         inbox: &mut mpsc::UnboundedReceiver<Arc<Batch>>,
-        connection: MultiplexedConnection,
+        connection: Wire,
         mut pushes: Pushes,
     ) {
         let mut flights: FuturesUnordered<Flight> = FuturesUnordered::new();
@@ -504,11 +503,11 @@ impl Node {
     /// Lets all clients know that this node does not vote.
     pub(super) fn put_out(&self, why: &str, span: Duration) {
         self.state().jumped = Some((Clock::Boot.now().after(span), why.into()));
-        let Some(mut connection) = self.connection() else { return };
+        let Some(connection) = self.connection() else { return };
         let mut command = redis::cmd("SET");
         command.arg(OUT).arg(why).arg("PX").arg(super::ballot::millis(span));
         tokio::spawn(async move {
-            let _ = connection.send_packed_command(&command).await;
+            let _ = connection.call(&command).await;
         });
     }
 
@@ -538,27 +537,27 @@ fn micros(moment: Moment) -> i64 {
     i64::try_from(moment.as_nanos() / 1_000).unwrap_or(i64::MAX)
 }
 
-fn fly(batch: Arc<Batch>, mut connection: MultiplexedConnection) -> Flight {
+fn fly(batch: Arc<Batch>, connection: Wire) -> Flight {
     Box::pin(async move {
         let sent = Clock::Boot.now();
-        let outcome = connection.send_packed_command(batch.command()).await;
+        let outcome = connection.call(batch.command()).await;
         (batch, sent, outcome)
     })
 }
 
-fn fly_with_source(batch: Arc<Batch>, mut connection: MultiplexedConnection) -> Flight {
+fn fly_with_source(batch: Arc<Batch>, connection: Wire) -> Flight {
     Box::pin(async move {
         let sent = Clock::Boot.now();
         let command = batch.command_with_source();
-        let outcome = connection.send_packed_command(&command).await;
+        let outcome = connection.call(&command).await;
         (batch, sent, outcome)
     })
 }
 
 /// Whether the node writes everything to its disk before it answers. One that does not let us ask counts as one that does not.
-async fn is_durable(connection: &mut MultiplexedConnection) -> bool {
-    let mut setting = async |name: &str| -> Option<String> {
-        let value = connection.send_packed_command(redis::cmd("CONFIG").arg("GET").arg(name)).await.ok()?;
+async fn is_durable(connection: &Wire) -> bool {
+    let setting = async |name: &str| -> Option<String> {
+        let value = connection.call(redis::cmd("CONFIG").arg("GET").arg(name)).await.ok()?;
         match value {
             Value::Map(pairs) => pairs.first().and_then(|(_, value)| text(value)),
             Value::Array(parts) => parts.get(1).and_then(text),
@@ -568,12 +567,9 @@ async fn is_durable(connection: &mut MultiplexedConnection) -> bool {
     setting("appendonly").await.as_deref() == Some("yes") && setting("appendfsync").await.as_deref() == Some("always")
 }
 
-fn read_push(push: &PushInfo) -> Option<Push> {
-    match push.kind {
-        PushKind::Disconnection => Some(Push::Broken),
-        PushKind::Message => read_word(&text(push.data.get(1)?)?),
-        _ => None,
-    }
+fn read_push(push: &[Value]) -> Option<Push> {
+    let [kind, _, message] = push else { return None };
+    if text(kind)? == "message" { read_word(&text(message)?) } else { None }
 }
 
 /// A name may have line breaks: it stands at the end.
@@ -601,13 +597,13 @@ fn read_word(word: &str) -> Option<Push> {
 }
 
 /// The names of locks that this node has lately voted on: a scan in small steps.
-pub(super) async fn names(mut connection: MultiplexedConnection, prefix: &str) -> RedisResult<Vec<String>> {
+pub(super) async fn names(connection: Wire, prefix: &str) -> RedisResult<Vec<String>> {
     let mut names = Vec::new();
     let mut cursor = 0_u64;
     loop {
         let mut scan = redis::cmd("SCAN");
         scan.arg(cursor).arg("MATCH").arg("fencelock:r[tq]:*").arg("COUNT").arg(1_000);
-        let value = connection.send_packed_command(&scan).await?.extract_error()?;
+        let value = connection.call(&scan).await?.extract_error()?;
         let Value::Array(parts) = value else { break };
         let [next, Value::Array(keys)] = parts.as_slice() else { break };
         let name = |key: String| Some(key.strip_prefix("fencelock:r")?.get(2..)?.to_owned());

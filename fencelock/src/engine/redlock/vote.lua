@@ -239,11 +239,21 @@ while done < #KEYS do
   at = at + 3
   local usual = code ~= 'i' and string.format('%.0f', keep + ttl)
   local claims = not crowded and (code == 'a' or code == 't')
-  local ends = not state[2] and code == 'r'
+  if not state[2] and code == 'r' then
+    -- Those who hold and whom nobody waits for: in two steps, however many they are.
+    local values, free = call('MGET', unpack(KEYS, done + 1, done + count)), {}
+    for index = 1, count do
+      if values[index] and values[index] == ARGV[at + index] then
+        free[#free + 1] = KEYS[done + index]
+        answers[done + index] = 'f'
+      end
+    end
+    if #free > 0 then call('DEL', unpack(free)) end
+  end
   for index = done + 1, done + count do
     at = at + 1
     local K, who = KEYS[index], ARGV[at]
-    local answer
+    local answer = answers[index]
     if claims then
       -- The common case: nobody holds, nobody waits.
       if call('SET', K, who, 'NX', 'PX', ttl) then
@@ -257,15 +267,12 @@ while done < #KEYS do
           answer = 'l'
         end
       end
-    elseif ends and redis.pcall('GET', K) == who then
-      call('DEL', K)
-      answer = 'f'
     end
     if not answer then
       slow = slow or set_up()
       answer = slow(code, K, who, ttl, note)
       -- Whoever waits now must be seen by the rest of the batch.
-      if answer == 'w' then claims, ends, state[2], crowded = false, false, '1', true end
+      if answer == 'w' then claims, state[2], crowded = false, '1', true end
       if answer == '0' and code == 'x' then state[3], crowded = '1', true end
     end
     answers[index] = answer

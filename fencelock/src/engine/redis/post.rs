@@ -1,7 +1,8 @@
 //! The post office: operations that many tasks issue at the same time travel in one script call.
 //!
 //! A lone operation is sent at once, by the task that issued it. While calls are under way, operations queue up, and the next
-//! call takes them all. Nobody waits for a batch to fill.
+//! call takes them all. It begins when about as many have queued up as travelled together lately, but at the latest when
+//! nothing is under way: a call costs much more than an operation, and yet nobody waits for company that does not come.
 
 use super::fault::Fault;
 use super::key::{Key, NEWEST, NOBODY, tag_of};
@@ -148,15 +149,30 @@ impl Borrow<Op> for Letter {
 struct Desk {
     queue: VecDeque<Letter>,
     calls: usize,
+    /// How many operations have travelled together lately.
+    usual: usize,
     /// Calls of an earlier era do not count any more.
     era: u64,
 }
 
 impl Desk {
+    /// Whether so many operations should begin another call.
+    fn is_worth_a_call(&self, count: usize, by_slot: bool) -> bool {
+        if by_slot {
+            return self.calls < CALLS_BY_SLOT;
+        }
+        self.calls == 0 || self.calls < CALLS && count >= self.usual / 2
+    }
+
+    fn note_size(&mut self, count: usize) {
+        self.usual = (3 * self.usual + count).div_ceil(4);
+    }
+
     fn next_batch(&mut self, by_slot: bool) -> Vec<Letter> {
         let Some(slot) = self.queue.front().map(|letter| letter.op.key.slot) else { return Vec::new() };
         if !by_slot {
             let count = self.queue.len().min(BATCH);
+            self.note_size(count);
             return self.queue.drain(..count).collect();
         }
         let mut count = 0;
@@ -224,13 +240,19 @@ impl Post {
 
     /// Begins a call, or queues up for the next one.
     fn stand_at_desk(self: &Arc<Self>, op: &Op) -> Result<Call, oneshot::Receiver<Outcome>> {
-        let calls = if self.rules.by_slot { CALLS_BY_SLOT } else { CALLS };
         let mut desk = self.desk();
-        if desk.queue.is_empty() && desk.calls < calls {
+        let is_worth_it = desk.is_worth_a_call(desk.queue.len() + 1, self.rules.by_slot);
+        if is_worth_it && desk.queue.is_empty() {
+            desk.note_size(1);
             return Ok(self.call_begun(&mut desk, true));
         }
         let (tell, told) = oneshot::channel();
         desk.queue.push_back(Letter { op: op.clone(), tell });
+        if is_worth_it && let Ok(runtime) = tokio::runtime::Handle::try_current() {
+            let call = self.call_begun(&mut desk, false);
+            drop(desk);
+            runtime.spawn(call.carry());
+        }
         Err(told)
     }
 
@@ -413,8 +435,11 @@ impl Call {
         self.begun = true;
         loop {
             let batch: Vec<_> = {
-                let mut desk = self.post.desk();
-                if desk.era == self.era { desk.next_batch(self.post.rules.by_slot) } else { Vec::new() }
+                let (mut desk, by_slot) = (self.post.desk(), self.post.rules.by_slot);
+                // This call itself does not count.
+                let others = desk.calls.saturating_sub(1);
+                let is_worth_it = others == 0 || by_slot || desk.queue.len() >= desk.usual / 2;
+                if desk.era == self.era && is_worth_it { desk.next_batch(by_slot) } else { Vec::new() }
             };
             if batch.is_empty() {
                 return;
@@ -435,7 +460,7 @@ impl Drop for Call {
             return;
         }
         desk.calls -= 1;
-        if desk.queue.is_empty() {
+        if desk.queue.is_empty() || !desk.is_worth_a_call(desk.queue.len(), self.post.rules.by_slot) {
             return;
         }
         match tokio::runtime::Handle::try_current() {

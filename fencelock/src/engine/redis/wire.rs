@@ -14,7 +14,6 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::oneshot;
-use tokio::time::{Instant, Sleep};
 
 /// What comes without having been asked for.
 #[derive(Debug)]
@@ -25,11 +24,16 @@ pub(in crate::engine) enum News {
     Broken,
 }
 
+const ENDED: &str = "nobody reads from the connection any more";
+
 /// Who is told the news. It must not take long.
 pub(in crate::engine) type Listener = Box<dyn Fn(News) + Send + Sync>;
 
-/// The answers to what was sent together.
-pub(in crate::engine) type Told = oneshot::Receiver<RedisResult<Vec<Value>>>;
+/// The answers to what was sent together, when they have come.
+pub(in crate::engine) struct Told {
+    answers: oneshot::Receiver<RedisResult<Vec<Value>>>,
+    timeout: Duration,
+}
 
 pub(super) trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 
@@ -39,6 +43,7 @@ impl<S: AsyncRead + AsyncWrite + Send + Unpin> Stream for S {}
 #[derive(Clone)]
 pub(in crate::engine) struct Wire {
     line: Arc<Line>,
+    timeout: Duration,
     db: i64,
 }
 
@@ -60,8 +65,6 @@ struct State {
     expected: VecDeque<Expected>,
     /// Wakes the task that reads.
     driver: Waker,
-    /// That task has a look at the time.
-    is_watched: bool,
     is_closing: bool,
     /// Why nothing can be sent any more.
     broken: Option<(io::ErrorKind, String)>,
@@ -69,7 +72,6 @@ struct State {
 
 /// Answers that have not come yet.
 struct Expected {
-    since: Instant,
     count: usize,
     values: Vec<Value>,
     /// It is not answered but confirmed: by a push of this kind, about this channel.
@@ -82,20 +84,18 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 }
 
 impl Wire {
-    /// Takes over a stream. Whoever is not answered within `timeout` has a broken connection.
+    /// Takes over a stream. An answer that does not come within `timeout` is not waited for any longer.
     pub(super) fn new(stream: impl Stream + 'static, timeout: Duration, db: i64, listener: Listener) -> Self {
         let state = Arc::new(Mutex::new(State {
             stream: Box::new(stream),
             out: VecDeque::new(),
             expected: VecDeque::new(),
             driver: Waker::noop().clone(),
-            is_watched: false,
             is_closing: false,
             broken: None,
         }));
-        let sleep = Box::pin(tokio::time::sleep(timeout));
-        tokio::spawn(Driver { state: Arc::clone(&state), timeout, sleep, arrived: Arrived::default(), listener });
-        Self { line: Arc::new(Line(state)), db }
+        tokio::spawn(Driver { state: Arc::clone(&state), arrived: Arrived::default(), listener });
+        Self { line: Arc::new(Line(state)), timeout, db }
     }
 
     /// Sends one command and returns its answer.
@@ -121,14 +121,15 @@ impl Wire {
     }
 
     fn put(&self, packed: &[u8], count: usize, confirmed: Option<(String, String)>) -> Told {
-        let (tell, told) = oneshot::channel();
+        let (tell, answers) = oneshot::channel();
+        let told = Told { answers, timeout: self.timeout };
         let mut state = lock(&self.line.0);
         if let Some(why) = &state.broken {
             let _ = tell.send(Err(broken(why.clone())));
             return told;
         }
         let values = Vec::with_capacity(count);
-        state.expected.push_back(Expected { since: Instant::now(), count, values, confirmed, tell });
+        state.expected.push_back(Expected { count, values, confirmed, tell });
         let mut rest = packed;
         // Nobody is woken by this when the socket takes more: the task that reads tries again, and waits for it.
         let mut attempt = Context::from_waker(Waker::noop());
@@ -141,18 +142,19 @@ impl Wire {
         }
         let flushed = rest.is_empty() && Pin::new(&mut state.stream).poll_flush(&mut attempt).is_ready();
         state.out.extend(rest);
-        if !flushed || !state.is_watched {
+        if !flushed {
             state.driver.wake_by_ref();
         }
         told
     }
 }
 
-/// Waits for answers.
+/// Waits for answers. The time is taken here: the task that reads may belong to a runtime that does not run.
 pub(in crate::engine) async fn answered(told: Told) -> RedisResult<Vec<Value>> {
-    match told.await {
-        Ok(answer) => answer,
-        Err(_) => Err(broken((io::ErrorKind::ConnectionAborted, "nobody reads from the connection any more".into()))),
+    match tokio::time::timeout(told.timeout, told.answers).await {
+        Ok(Ok(answer)) => answer,
+        Ok(Err(_)) => Err(broken((io::ErrorKind::ConnectionAborted, ENDED.into()))),
+        Err(_) => Err(io::Error::from(io::ErrorKind::TimedOut).into()),
     }
 }
 
@@ -185,8 +187,6 @@ impl ConnectionLike for Wire {
 /// The task that reads.
 struct Driver {
     state: Arc<Mutex<State>>,
-    timeout: Duration,
-    sleep: Pin<Box<Sleep>>,
     arrived: Arrived,
     listener: Listener,
 }
@@ -221,7 +221,7 @@ impl Driver {
                 state.read(cx, &mut self.arrived)?
             };
             if arrived.is_pending() {
-                return self.watch(cx);
+                return Poll::Pending;
             }
             self.understand()?;
         }
@@ -257,35 +257,6 @@ impl Driver {
         Ok(())
     }
 
-    /// Notices when an answer does not come.
-    fn watch(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let mut state = lock(&self.state);
-        loop {
-            let Some(first) = state.expected.front() else {
-                // If it ends meanwhile, the next one who sends something wakes us.
-                return match self.sleep.as_mut().poll(cx) {
-                    Poll::Ready(()) => {
-                        state.is_watched = false;
-                        Poll::Pending
-                    }
-                    Poll::Pending => Poll::Pending,
-                };
-            };
-            let due = first.since + self.timeout;
-            if !state.is_watched {
-                state.is_watched = true;
-                self.sleep.as_mut().reset(due);
-            }
-            if self.sleep.as_mut().poll(cx).is_pending() {
-                return Poll::Pending;
-            }
-            if Instant::now() >= due {
-                return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
-            }
-            self.sleep.as_mut().reset(due);
-        }
-    }
-
     fn end(&self, kind: io::ErrorKind, why: &str) {
         let expected = {
             let mut state = lock(&self.state);
@@ -301,7 +272,7 @@ impl Driver {
 impl Drop for Driver {
     /// Its runtime may be going away: whoever waits is told.
     fn drop(&mut self) {
-        self.end(io::ErrorKind::ConnectionAborted, "nobody reads from the connection any more");
+        self.end(io::ErrorKind::ConnectionAborted, ENDED);
     }
 }
 
@@ -436,21 +407,25 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_server_that_does_not_answer_is_given_up() {
-        let (wire, mut server, mut news) = pair(4096);
-        let first = wire.send(b"one", 1);
-        server.write_all(b":1\r\n").await.unwrap();
-        answered(first).await.unwrap();
-        // Long after: the time counts from the request on.
-        tokio::time::sleep(Duration::from_secs(60)).await;
-        let start = Instant::now();
-        let (one, two) = (wire.send(b"two", 1), wire.send(b"three", 1));
+    async fn an_answer_that_does_not_come_is_not_waited_for() {
+        let (wire, mut server, _news) = pair(4096);
+        let (one, two) = (wire.send(b"one", 1), wire.send(b"two", 1));
         assert!(answered(one).await.unwrap_err().is_timeout());
-        assert_eq!(start.elapsed().as_secs(), 2);
-        assert!(answered(two).await.unwrap_err().is_timeout());
-        assert!(matches!(news.recv().await, Some(News::Broken)));
-        assert!(answered(wire.send(b"four", 1)).await.unwrap_err().is_timeout(), "at once");
-        assert_eq!(start.elapsed().as_secs(), 2);
+        // It comes late, and is not taken for the next one.
+        server.write_all(b":1\r\n:2\r\n").await.unwrap();
+        assert_eq!(answered(two).await.unwrap(), [Value::Int(2)]);
+    }
+
+    /// The connection was made on a runtime that does not run any more.
+    #[tokio::test(start_paused = true)]
+    async fn a_task_that_does_not_read_keeps_nobody_waiting() {
+        let stopped = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let (wire, _server, _news) = {
+            let _on = stopped.enter();
+            pair(4096)
+        };
+        assert!(answered(wire.send(b"ask", 1)).await.unwrap_err().is_timeout());
+        stopped.shutdown_background();
     }
 
     #[tokio::test]
@@ -488,8 +463,8 @@ mod tests {
         let (wire, _server, _news) = runtime.block_on(async { pair(4096) });
         let asked = wire.send(b"ask", 1);
         drop(runtime);
-        assert!(matches!(asked.blocking_recv(), Ok(Err(_))));
-        assert!(matches!(wire.send(b"ask", 1).blocking_recv(), Ok(Err(_))), "nobody will answer this, either");
+        assert!(matches!(asked.answers.blocking_recv(), Ok(Err(_))));
+        assert!(matches!(wire.send(b"ask", 1).answers.blocking_recv(), Ok(Err(_))), "nobody will answer this, either");
     }
 
     #[tokio::test]

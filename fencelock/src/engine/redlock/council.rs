@@ -44,6 +44,8 @@ pub(super) enum Quarantine {
 struct Desk {
     queue: Vec<Op>,
     calls: usize,
+    /// How many operations have travelled together lately.
+    usual: usize,
     /// Holds that are renewed, and so may be brought back on nodes that lost them.
     renewing: HashSet<Who>,
 }
@@ -89,7 +91,7 @@ impl Council {
             nodes,
             quarantine,
             longest: AtomicU64::new(millis(longest)),
-            desk: Mutex::new(Desk { queue: Vec::new(), calls: 0, renewing: HashSet::new() }),
+            desk: Mutex::new(Desk { queue: Vec::new(), calls: 0, usual: 0, renewing: HashSet::new() }),
             roll: tokio::sync::Mutex::default(),
             waiting: Mutex::default(),
             lost,
@@ -138,11 +140,13 @@ impl Council {
         self.seal(&mut desk);
     }
 
-    /// All nodes get all batches in the same order, hence under the lock.
+    /// All nodes get all batches in the same order, hence under the lock. As on one server, a batch costs much more than an
+    /// operation: while one is under way, the next waits until it is about as large as they have been lately.
     fn seal(&self, desk: &mut Desk) {
-        while desk.calls < CALLS && !desk.queue.is_empty() {
+        while !desk.queue.is_empty() && (desk.calls == 0 || desk.calls < CALLS && desk.queue.len() >= desk.usual / 2) {
             let rest = if desk.queue.len() > BATCH { desk.queue.split_off(BATCH) } else { Vec::new() };
             let ops = std::mem::replace(&mut desk.queue, rest);
+            desk.usual = (3 * desk.usual + ops.len()).div_ceil(4);
             desk.calls += 1;
             let batch = Arc::new(self.batch(ops));
             for node in &self.nodes {

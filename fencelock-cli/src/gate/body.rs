@@ -1,13 +1,14 @@
 //! Bodies that stream through the gate: with a limit, a patience, and an end when the request is cut off.
 
 use super::admit::Flight;
+use super::wire::Rest;
 use hyper::body::{Body as HttpBody, Bytes, Frame, Incoming, SizeHint};
+use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
-use tokio::sync::watch;
 use tokio::time::{Instant, Sleep};
 
 pub(crate) type BodyError = Box<dyn std::error::Error + Send + Sync>;
@@ -44,9 +45,16 @@ impl HttpBody for Body {
     }
 }
 
-/// Why a body did not come to its end; kept where the one who answers the request can see it.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Ending(Arc<AtomicU8>);
+/// How far an upload is, and why it did not come to its end; kept where the one who waits for the answer can see it.
+#[derive(Debug)]
+pub(crate) struct Course {
+    begun: Instant,
+    /// When something came last, in milliseconds since then.
+    last: AtomicU64,
+    /// Nothing is left to come.
+    ended: AtomicBool,
+    reason: AtomicU8,
+}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Reason {
@@ -56,10 +64,9 @@ pub(crate) enum Reason {
     Cut = 4,
 }
 
-impl Ending {
-    fn set(&self, reason: Reason) -> BodyError {
-        self.0.store(reason as u8, Ordering::Release);
-        match reason {
+impl Reason {
+    fn error(self) -> BodyError {
+        match self {
             Reason::TooLong => "the body is longer than --max-body",
             Reason::Stalled => "the body has stalled for longer than --timeout",
             Reason::Broken => "the body broke off",
@@ -67,9 +74,29 @@ impl Ending {
         }
         .into()
     }
+}
+
+impl Course {
+    fn new(ended: bool) -> Self {
+        let (last, ended, reason) = (AtomicU64::new(0), AtomicBool::new(ended), AtomicU8::new(0));
+        Self { begun: Instant::now(), last, ended, reason }
+    }
+
+    fn came(&self, ended: bool) {
+        let span = u64::try_from(self.begun.elapsed().as_millis()).unwrap_or(u64::MAX);
+        self.last.store(span, Ordering::Relaxed);
+        self.ended.store(ended, Ordering::Relaxed);
+    }
+
+    /// When the answer is overdue. While a body is on its way it watches over that itself; but not when it is the upstream that does not
+    /// take it.
+    pub(crate) fn due(&self, patience: Duration) -> Instant {
+        let last = self.begun + Duration::from_millis(self.last.load(Ordering::Relaxed));
+        last + if self.ended.load(Ordering::Relaxed) { patience } else { patience * 2 }
+    }
 
     pub(crate) fn reason(&self) -> Option<Reason> {
-        match self.0.load(Ordering::Acquire) {
+        match self.reason.load(Ordering::Acquire) {
             1 => Some(Reason::TooLong),
             2 => Some(Reason::Stalled),
             3 => Some(Reason::Broken),
@@ -77,13 +104,6 @@ impl Ending {
             _ => None,
         }
     }
-}
-
-/// How far an upload is.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Progress {
-    pub(crate) last: Instant,
-    pub(crate) ended: bool,
 }
 
 /// A body on its way through, in either direction.
@@ -98,41 +118,88 @@ pub(crate) struct Relay {
     patience: Duration,
     /// Runs while nothing comes.
     stalled: Option<Pin<Box<Sleep>>>,
-    ending: Ending,
-    /// When something came last, until there is nothing to come; for whoever waits for the answer.
-    progress: Option<watch::Sender<Progress>>,
-    /// It is read to its end also when nobody wants it any more: only then is the upstream done.
-    until_the_end: bool,
+    /// Of an upload: for whoever waits for the answer.
+    course: Option<Arc<Course>>,
+    /// Of an answer: the connection that it comes from, until it has done all that the request needs.
+    rest: Option<Rest>,
     ended: bool,
+    failed: bool,
+    /// Nobody wants it any more.
+    alone: bool,
 }
 
 impl Relay {
-    pub(crate) fn new(inner: Incoming, flight: Option<Flight>, limit: u64, patience: Duration) -> Self {
+    /// The body of a request.
+    pub(crate) fn upload(
+        inner: Incoming,
+        flight: Option<Flight>,
+        limit: u64,
+        patience: Duration,
+    ) -> (Self, Arc<Course>) {
+        let course = Arc::new(Course::new(inner.is_end_stream()));
+        let flight = flight.filter(|_| !inner.is_end_stream());
+        let mut relay = Self::new(inner, flight, limit, patience);
+        relay.course = Some(Arc::clone(&course));
+        (relay, course)
+    }
+
+    /// The body of an answer. It is read to its end also when nobody wants it any more: only then is the upstream done.
+    pub(crate) fn answer(inner: Incoming, flight: Option<Flight>, rest: Option<Rest>, patience: Duration) -> Self {
+        let flight = flight.filter(|_| !inner.is_end_stream() || rest.is_some());
+        let mut relay = Self::new(inner, flight, u64::MAX, patience);
+        relay.rest = rest;
+        relay
+    }
+
+    fn new(inner: Incoming, flight: Option<Flight>, limit: u64, patience: Duration) -> Self {
         let ended = inner.is_end_stream();
-        let (cut, stalled, ending) = (None, None, Ending::default());
-        let (inner, progress) = (Some(inner), None);
-        Self { inner, flight, cut, left: limit, patience, stalled, ending, progress, until_the_end: false, ended }
-    }
-
-    /// Reads on after the reader went away.
-    pub(crate) fn until_the_end(mut self) -> Self {
-        self.until_the_end = true;
-        self
-    }
-
-    /// Tells when something came.
-    pub(crate) fn telling(mut self, progress: watch::Sender<Progress>) -> Self {
-        self.progress = Some(progress);
-        self
-    }
-
-    pub(crate) fn ending(&self) -> Ending {
-        self.ending.clone()
+        Self {
+            inner: Some(inner),
+            flight,
+            cut: None,
+            left: limit,
+            patience,
+            stalled: None,
+            course: None,
+            rest: None,
+            ended,
+            failed: false,
+            alone: false,
+        }
     }
 
     fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let Some(flight) = &self.flight else { return Poll::Pending };
         self.cut.get_or_insert_with(|| Box::pin(flight.cut())).as_mut().poll(cx)
+    }
+
+    fn fail(&mut self, reason: Reason) {
+        self.failed = true;
+        if let Some(course) = &self.course {
+            course.reason.store(reason as u8, Ordering::Release);
+        }
+    }
+
+    fn end(&mut self) {
+        self.ended = true;
+        if self.rest.is_none() {
+            self.flight = None;
+        }
+    }
+
+    /// Reads what is left, and lets the connection do what is left to do.
+    async fn run_out(mut self) {
+        while !self.ended && !self.failed {
+            let _ = poll_fn(|cx| Pin::new(&mut self).poll_frame(cx)).await;
+        }
+        if let Some(mut rest) = self.rest.take().filter(|_| !self.failed) {
+            // The upstream may have stopped to take the upload: then nobody asks the upload whether it was cut off.
+            poll_fn(|cx| {
+                let over = rest.poll(cx).is_ready() || self.poll_cut(cx).is_ready() || rest.poll_overdue(cx).is_ready();
+                if over { Poll::Ready(()) } else { Poll::Pending }
+            })
+            .await;
+        }
     }
 }
 
@@ -142,44 +209,48 @@ impl HttpBody for Relay {
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         let this = &mut *self;
+        let failed = |this: &mut Self, reason: Reason| {
+            this.fail(reason);
+            Poll::Ready(Some(Err(reason.error())))
+        };
         // Also when there is data: after the cut not a byte goes on.
         if this.flight.as_ref().is_some_and(Flight::is_cut) {
-            return Poll::Ready(Some(Err(this.ending.set(Reason::Cut))));
+            return failed(this, Reason::Cut);
+        }
+        if this.rest.as_mut().is_some_and(|rest| rest.poll(cx).is_ready()) {
+            this.rest = None;
         }
         let Some(inner) = &mut this.inner else { return Poll::Ready(None) };
         let Poll::Ready(frame) = Pin::new(&mut *inner).poll_frame(cx) else {
             if this.poll_cut(cx).is_ready() {
-                return Poll::Ready(Some(Err(this.ending.set(Reason::Cut))));
+                return failed(this, Reason::Cut);
             }
             let patience = this.patience;
             let stalled = this.stalled.get_or_insert_with(|| Box::pin(tokio::time::sleep(patience)));
             ready!(stalled.as_mut().poll(cx));
-            return Poll::Ready(Some(Err(this.ending.set(Reason::Stalled))));
+            return failed(this, Reason::Stalled);
         };
+        let ended = frame.is_none() || inner.is_end_stream();
         this.stalled = None;
-        if let Some(progress) = &this.progress {
-            progress.send_replace(Progress { last: Instant::now(), ended: frame.is_none() || inner.is_end_stream() });
+        if let Some(course) = &this.course {
+            course.came(ended);
         }
         let frame = match frame {
             None => {
-                this.ended = true;
-                this.flight = None;
+                this.end();
                 return Poll::Ready(None);
             }
             Some(Err(error)) => {
-                let _ = this.ending.set(Reason::Broken);
+                this.fail(Reason::Broken);
                 return Poll::Ready(Some(Err(error.into())));
             }
             Some(Ok(frame)) => frame,
         };
         let length = frame.data_ref().map_or(0, |data| data.len() as u64);
-        let Some(left) = this.left.checked_sub(length) else {
-            return Poll::Ready(Some(Err(this.ending.set(Reason::TooLong))));
-        };
+        let Some(left) = this.left.checked_sub(length) else { return failed(this, Reason::TooLong) };
         this.left = left;
-        if inner.is_end_stream() {
-            this.ended = true;
-            this.flight = None;
+        if ended {
+            this.end();
         }
         Poll::Ready(Some(Ok(frame)))
     }
@@ -195,14 +266,14 @@ impl HttpBody for Relay {
 
 impl Drop for Relay {
     fn drop(&mut self) {
-        let failed = self.ending.reason().is_some();
-        if !self.until_the_end || self.ended || failed || self.flight.is_none() {
+        // The upstream is still at work: on an answer that a newer token has to wait for, or on an upload that it answered before its end.
+        let at_work = if self.ended { self.rest.is_some() } else { self.flight.is_some() };
+        if self.course.is_some() || self.failed || self.alone || !at_work {
             return;
         }
         let (Ok(runtime), Some(inner)) = (tokio::runtime::Handle::try_current(), self.inner.take()) else { return };
-        let mut rest = Relay::new(inner, self.flight.take(), u64::MAX, self.patience);
-        runtime.spawn(async move {
-            while let Some(Ok(_)) = std::future::poll_fn(|cx| Pin::new(&mut rest).poll_frame(cx)).await {}
-        });
+        let mut left = Relay::answer(inner, self.flight.take(), self.rest.take(), self.patience);
+        left.alone = true;
+        runtime.spawn(left.run_out());
     }
 }

@@ -1,7 +1,8 @@
 //! `fencelock gate`: a reverse proxy that is the fence of an HTTP API which has none.
 //!
 //! * `rule`: which requests need a token, and for which resource. `admit`: who is let in. `ledger`: what survives a crash.
-//! * `proxy`: one request. `body`: what streams. `tell`: the log. Here: the command line, the listener, the end.
+//! * `proxy`: one request. `body`: what streams. `wire`: connections to the upstream. `tell`: the log. Here: the command line, the listener,
+//!   the end.
 
 mod admit;
 mod body;
@@ -9,6 +10,7 @@ mod ledger;
 mod proxy;
 mod rule;
 mod tell;
+mod wire;
 
 use crate::args::Volume;
 use crate::exit::{Exit, Failure, UNAVAILABLE};
@@ -17,26 +19,29 @@ use admit::Admission;
 use clap::Args;
 use fencelock::parse_duration;
 use hyper::Uri;
-use hyper::header::HeaderName;
+use hyper::header::{HeaderName, HeaderValue};
 use hyper::http::uri::Scheme;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_rustls::HttpsConnectorBuilder;
-use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use ledger::Ledger;
 use proxy::{Gate, Upstream};
 use rule::{Resource, Rule, canonical};
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
+use rustls::{ClientConfig, RootCertStore};
 use std::convert::Infallible;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use tell::Tell;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, mpsc, watch};
+use wire::{Connector, TICK, Wires};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -58,6 +63,9 @@ pub(crate) struct GateArgs {
     #[arg(long, value_name = "URL")]
     // Read later: what clap refuses, it repeats, and this may hold a password.
     upstream: String,
+    /// Trust an https upstream by the authorities in this PEM file, instead of the well-known ones
+    #[arg(long, value_name = "FILE")]
+    upstream_ca: Option<PathBuf>,
     /// The file that keeps the newest tokens [default: one per upstream, in this user's state directory]
     #[arg(long, value_name = "FILE")]
     store: Option<PathBuf>,
@@ -111,7 +119,13 @@ fn parse_upstream(text: &str) -> Result<Upstream, Failure> {
     if uri.query().is_some() {
         return Err(wrong("it has a query"));
     }
-    Ok(Upstream { scheme, authority, base: uri.path().trim_end_matches('/').to_owned() })
+    let usual = if scheme == Scheme::HTTP { 80 } else { 443 };
+    let host = match authority.port_u16().filter(|port| *port != usual) {
+        Some(port) => format!("{}:{port}", authority.host()),
+        None => authority.host().to_owned(),
+    };
+    let host = HeaderValue::try_from(host).map_err(|_| wrong("its host cannot stand in a header"))?;
+    Ok(Upstream { scheme, authority, base: uri.path().trim_end_matches('/').to_owned(), host })
 }
 
 fn parse_prefix(text: &str) -> Result<String, String> {
@@ -137,6 +151,7 @@ fn parse_size(text: &str) -> Result<u64, String> {
 
 pub(crate) async fn run(args: &GateArgs) -> Result<Exit, Failure> {
     let upstream = parse_upstream(&args.upstream)?;
+    let connector = connector(args, &upstream)?;
     let mut signals = Signals::listen()?;
     let tell = Tell::new(args.json, args.volume.quiet, args.volume.verbose);
     let listener = listen(&args.listen).await?;
@@ -155,7 +170,7 @@ pub(crate) async fn run(args: &GateArgs) -> Result<Exit, Failure> {
     for number in 0..std::thread::available_parallelism().map_or(1, usize::from) {
         let worker = Worker {
             listener: listener.try_clone().map_err(failed)?,
-            gate: Arc::new(gate(args, upstream.clone(), Arc::clone(&admission), tell.clone())?),
+            gate: Arc::new(gate(args, upstream.clone(), connector.clone(), Arc::clone(&admission), tell.clone())?),
             places: Arc::clone(&places),
             stage: stage.subscribe(),
             busy: busy.clone(),
@@ -190,8 +205,6 @@ pub(crate) async fn run(args: &GateArgs) -> Result<Exit, Failure> {
     Ok(Exit::OK)
 }
 
-const TICK: Duration = Duration::from_millis(500);
-
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
     Open,
@@ -217,9 +230,11 @@ impl Worker {
         let graceful = GracefulShutdown::new();
         // The runtime wakes itself up whenever a timer is set that ends before all others. With one that always ends sooner, those of
         // requests do not.
-        tokio::spawn(async {
+        let wires = Arc::clone(&gate.wires);
+        tokio::spawn(async move {
             loop {
                 tokio::time::sleep(TICK).await;
+                wires.tidy();
             }
         });
         match TcpListener::from_std(listener) {
@@ -273,16 +288,52 @@ fn default_store(upstream: &Upstream) -> Result<PathBuf, Failure> {
     Ok(state.join("fencelock").join(format!("gate-{name}.redb")))
 }
 
-fn gate(args: &GateArgs, upstream: Upstream, admission: Arc<Admission>, tell: Tell) -> Result<Gate, Failure> {
+fn connector(args: &GateArgs, upstream: &Upstream) -> Result<Connector, Failure> {
     let mut tcp = HttpConnector::new();
     tcp.set_nodelay(true);
     tcp.enforce_http(false);
     tcp.set_connect_timeout(Some(args.timeout.min(Duration::from_secs(10))));
     let provider = rustls::crypto::ring::default_provider();
-    let connector = HttpsConnectorBuilder::new().with_provider_and_webpki_roots(provider);
-    let connector = connector.map_err(|error| Failure::new(UNAVAILABLE, format!("cannot set up TLS: {error}")))?;
-    let connector = connector.https_or_http().enable_http1().wrap_connector(tcp);
-    let client = Client::builder(TokioExecutor::new()).pool_timer(TokioTimer::new()).build(connector);
+    let no_tls = |error: rustls::Error| Failure::new(UNAVAILABLE, format!("cannot set up TLS: {error}"));
+    let builder = match &args.upstream_ca {
+        None => HttpsConnectorBuilder::new().with_provider_and_webpki_roots(provider).map_err(no_tls)?,
+        Some(_) if upstream.scheme != Scheme::HTTPS => {
+            return Err(Failure::usage("--upstream-ca is for an --upstream that starts with https://"));
+        }
+        Some(file) => {
+            let config = ClientConfig::builder_with_provider(Arc::new(provider)).with_safe_default_protocol_versions();
+            let config = config.map_err(no_tls)?.with_root_certificates(authorities(file)?).with_no_client_auth();
+            HttpsConnectorBuilder::new().with_tls_config(config)
+        }
+    };
+    Ok(builder.https_or_http().enable_http1().wrap_connector(tcp))
+}
+
+fn authorities(file: &Path) -> Result<RootCertStore, Failure> {
+    let wrong = |why: String| {
+        Failure::usage(format!("--upstream-ca {}: {why}; give a file of PEM certificates", file.display()))
+    };
+    let mut authorities = RootCertStore::empty();
+    for certificate in CertificateDer::pem_file_iter(file).map_err(|error| wrong(error.to_string()))? {
+        let certificate = certificate.map_err(|error| wrong(error.to_string()))?;
+        authorities.add(certificate).map_err(|error| wrong(error.to_string()))?;
+    }
+    if authorities.is_empty() {
+        return Err(wrong("no certificate is in it".to_owned()));
+    }
+    Ok(authorities)
+}
+
+fn gate(
+    args: &GateArgs,
+    upstream: Upstream,
+    connector: Connector,
+    admission: Arc<Admission>,
+    tell: Tell,
+) -> Result<Gate, Failure> {
+    let place =
+        Uri::builder().scheme(upstream.scheme.clone()).authority(upstream.authority.clone()).path_and_query("/");
+    let place = place.build().map_err(|error| Failure::usage(format!("--upstream: {error}")))?;
     let protect = if args.protect.is_empty() { vec!["/".to_owned()] } else { args.protect.clone() };
     Ok(Gate {
         rule: Rule {
@@ -293,7 +344,7 @@ fn gate(args: &GateArgs, upstream: Upstream, admission: Arc<Admission>, tell: Te
         },
         admission,
         upstream,
-        client,
+        wires: Wires::new(connector, place, args.timeout),
         max_body: args.max_body,
         patience: args.timeout,
         keep_host: args.keep_host,
@@ -331,14 +382,18 @@ fn serve(
 ) -> impl Future<Output = ()> + Send + 'static + use<> {
     let _ = stream.set_nodelay(true);
     let patience = gate.patience;
+    let peer = HeaderValue::try_from(peer.ip().to_canonical().to_string());
+    let peer = peer.unwrap_or_else(|_| HeaderValue::from_static("unknown"));
     let service = service_fn(move |request| {
-        let gate = Arc::clone(&gate);
-        async move { Ok::<_, Infallible>(gate.handle(request, peer.ip().to_canonical()).await) }
+        let (gate, peer) = (Arc::clone(&gate), peer.clone());
+        async move { Ok::<_, Infallible>(gate.handle(request, peer).await) }
     });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(patience)
         .max_buf_size(64 * 1024)
+        // Head and body leave together.
+        .writev(false)
         .serve_connection(TokioIo::new(stream), service);
     let connection = graceful.watch(connection);
     async move {

@@ -1,25 +1,24 @@
 //! One request through the gate: judged, let in, handed to the upstream, and its answer handed back.
 
 use super::admit::{Admission, Answer, Flight};
-use super::body::{Body, Progress, Reason, Relay};
+use super::body::{Body, BodyError, Course, Reason, Relay};
 use super::rule::{Demand, Refusal, Rule};
 use super::tell::Tell;
+use super::wire::{Rest, Wire, Wires};
 use hyper::body::{Body as _, Bytes, Incoming};
 use hyper::header::{self, HeaderMap, HeaderName, HeaderValue};
 use hyper::http::uri::{Authority, PathAndQuery, Scheme};
 use hyper::{Method, Request, Response, StatusCode, Uri, Version};
-use hyper_rustls::HttpsConnector;
-use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::HttpConnector;
 use serde_json::json;
-use std::net::IpAddr;
+use std::future::poll_fn;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::{Pin, pin};
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
-use tokio::sync::watch;
-use tokio::time::Instant;
 
 /// What belongs to one connection and is not handed on; besides these, what `Connection` names.
-const HOP_BY_HOP: [HeaderName; 9] = [
+static HOP_BY_HOP: [HeaderName; 9] = [
     header::CONNECTION,
     HeaderName::from_static("keep-alive"),
     HeaderName::from_static("proxy-connection"),
@@ -32,8 +31,7 @@ const HOP_BY_HOP: [HeaderName; 9] = [
 ];
 const FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 const FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
-
-pub(crate) type Upstreams = Client<HttpsConnector<HttpConnector>, Relay>;
+const OURSELVES: HeaderValue = HeaderValue::from_static("1.1 fencelock");
 
 /// Where requests go.
 #[derive(Debug, Clone)]
@@ -42,13 +40,15 @@ pub(crate) struct Upstream {
     pub(crate) authority: Authority,
     /// What is put in front of every path; no slash at its end.
     pub(crate) base: String,
+    /// Its name, as it stands in requests.
+    pub(crate) host: HeaderValue,
 }
 
 pub(crate) struct Gate {
     pub(crate) rule: Rule,
     pub(crate) admission: Arc<Admission>,
     pub(crate) upstream: Upstream,
-    pub(crate) client: Upstreams,
+    pub(crate) wires: Arc<Wires>,
     pub(crate) max_body: u64,
     /// How long a body or an answer may keep us waiting.
     pub(crate) patience: Duration,
@@ -71,21 +71,22 @@ impl Word {
 }
 
 impl Gate {
-    pub(crate) async fn handle(self: &Arc<Self>, request: Request<Incoming>, peer: IpAddr) -> Response<Body> {
-        let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    /// Answers one request of a client, whose address is given.
+    pub(crate) async fn handle(self: &Arc<Self>, request: Request<Incoming>, peer: HeaderValue) -> Response<Body> {
+        let (method, uri) = (request.method().clone(), request.uri().clone());
         match self.serve(request, peer).await {
             Ok(response) => {
-                self.tell.passed(&method, &path, response.status());
+                self.tell.passed(&method, uri.path(), response.status());
                 response
             }
             Err(word) => {
-                self.tell.refused(&method, &path, word.status, word.code, &word.text);
+                self.tell.refused(&method, uri.path(), word.status, word.code, &word.text);
                 self.answer(&word)
             }
         }
     }
 
-    async fn serve(self: &Arc<Self>, request: Request<Incoming>, peer: IpAddr) -> Result<Response<Body>, Word> {
+    async fn serve(self: &Arc<Self>, request: Request<Incoming>, peer: HeaderValue) -> Result<Response<Body>, Word> {
         if *request.method() == Method::CONNECT {
             return Err(Word::new(StatusCode::METHOD_NOT_ALLOWED, "method", "the gate makes no tunnels"));
         }
@@ -98,17 +99,8 @@ impl Gate {
             Demand::None => None,
             Demand::Token { resource, token } => Some(self.let_in(&resource, token).await?),
         };
-        // On a task of its own: when the client goes away, the upstream may still be at work, and a newer token must wait for that.
-        let gate = Arc::clone(self);
-        let exchange = tokio::spawn(async move { gate.exchange(request, peer, flight).await });
-        match exchange.await {
-            Ok(outcome) => outcome,
-            Err(_) => Err(Word::new(
-                StatusCode::INTERNAL_SERVER_ERROR,
-                "internal",
-                "the gate failed; the outcome is not known",
-            )),
-        }
+        // When the client goes away, the upstream may still be at work, and a newer token must wait for that.
+        Steadfast(Some(Box::pin(Arc::clone(self).exchange(request, peer, flight)))).await
     }
 
     fn turn_down(&self, refusal: Refusal) -> Word {
@@ -149,35 +141,20 @@ impl Gate {
     }
 
     async fn exchange(
-        &self,
+        self: Arc<Self>,
         request: Request<Incoming>,
-        peer: IpAddr,
+        peer: HeaderValue,
         flight: Option<Flight>,
     ) -> Result<Response<Body>, Word> {
         let (parts, body) = request.into_parts();
-        let bodiless = body.is_end_stream();
-        let (sender, progress) = watch::channel(Progress { last: Instant::now(), ended: bodiless });
-        let mut upload = Relay::new(body, flight.clone().filter(|_| !bodiless), self.max_body, self.patience);
-        if !bodiless {
-            upload = upload.telling(sender);
-        }
-        let ending = upload.ending();
-        let mut outgoing = Request::new(upload);
+        let (upload, course) = Relay::upload(body, flight.clone(), self.max_body, self.patience);
+        let mut outgoing = Request::new(Box::new(upload));
         *outgoing.method_mut() = parts.method;
-        *outgoing.uri_mut() = self.target(&parts.uri)?;
         *outgoing.headers_mut() = self.outgoing_headers(parts.headers, &parts.uri, peer);
-        let cut = flight.as_ref().map(Flight::cut);
-        let outcome = {
-            let answer = self.client.request(outgoing);
-            tokio::pin!(answer);
-            tokio::select! {
-                outcome = &mut answer => outcome.map_err(|error| self.failed(&error)),
-                () = maybe(cut) => Err(cut_off()),
-                () = overdue(progress, self.patience) => Err(self.late()),
-            }
-        };
+        *outgoing.uri_mut() = self.target(parts.uri)?;
+        let outcome = self.ask(outgoing, flight.as_ref(), &course).await;
         // The upload knows better what went wrong than the connection that broke because of it.
-        let outcome = match (outcome, ending.reason()) {
+        let outcome = match (outcome, course.reason()) {
             (Err(_), Some(Reason::TooLong)) => Err(self.too_long()),
             (Err(_), Some(Reason::Stalled)) => {
                 Err(Word::new(StatusCode::REQUEST_TIMEOUT, "stalled", "the body stalled for longer than --timeout"))
@@ -190,60 +167,93 @@ impl Gate {
             (Err(_), Some(Reason::Cut)) => Err(cut_off()),
             (outcome, _) => outcome,
         };
-        let (mut parts, body) = outcome?.into_parts();
+        let (response, wire) = outcome?;
+        let (mut parts, body) = response.into_parts();
         strip(&mut parts.headers);
         parts.version = Version::HTTP_11;
-        append(&mut parts.headers, header::VIA, "1.1 fencelock");
-        let relay = Relay::new(body, flight, u64::MAX, self.patience).until_the_end();
+        append(&mut parts.headers, header::VIA, OURSELVES);
+        let relay = Relay::answer(body, flight, Rest::of(wire, &self.wires, &course), self.patience);
         Ok(Response::from_parts(parts, Body::Relayed(Box::new(relay))))
     }
 
-    fn target(&self, uri: &Uri) -> Result<Uri, Word> {
+    /// Sends a request to the upstream, and waits until its answer begins. One that cannot have been sent, because the connection had been closed
+    /// since it was used last, is sent over another; no request is sent twice.
+    async fn ask(
+        &self,
+        mut request: Request<Box<Relay>>,
+        flight: Option<&Flight>,
+        course: &Course,
+    ) -> Result<(Response<Incoming>, Box<Wire>), Word> {
+        let mut cut = pin!(maybe(flight.map(Flight::cut)));
+        loop {
+            let (mut wire, used) = match self.wires.again() {
+                Some(wire) => (wire, true),
+                None => tokio::select! {
+                    // Not often, and long: it is kept out of the way of those who need no new one.
+                    wire = Box::pin(self.wires.connect()) => (wire.map_err(|error| self.unreachable(error))?, false),
+                    () = &mut cut => return Err(cut_off()),
+                    () = tokio::time::sleep_until(course.due(self.patience)) => return Err(self.late()),
+                },
+            };
+            let mut answer = pin!(wire.send(request));
+            let outcome = poll_fn(|cx| {
+                wire.advance(cx);
+                if let Poll::Ready(outcome) = answer.as_mut().poll(cx) {
+                    return Poll::Ready(Ok(outcome));
+                }
+                if cut.as_mut().poll(cx).is_ready() {
+                    return Poll::Ready(Err(cut_off()));
+                }
+                wire.poll_overdue(cx, || course.due(self.patience)).map(|()| Err(self.late()))
+            });
+            match outcome.await? {
+                Ok(response) => return Ok((response, wire)),
+                Err(mut error) => match error.take_message() {
+                    Some(unsent) if used => request = unsent,
+                    _ => return Err(self.broken(&error.into_error())),
+                },
+            }
+        }
+    }
+
+    fn target(&self, uri: Uri) -> Result<Uri, Word> {
         let wrong = || Word::new(StatusCode::BAD_REQUEST, "malformed", "the request's path cannot be handed on");
-        let asked = uri.path_and_query().map_or("/", PathAndQuery::as_str);
+        let asked = uri.into_parts().path_and_query.unwrap_or_else(|| PathAndQuery::from_static("/"));
         let path = match self.upstream.base.as_str() {
-            "" => uri.path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/")),
+            "" => asked,
             base => PathAndQuery::try_from(format!("{base}{asked}")).map_err(|_| wrong())?,
         };
         let mut parts = hyper::http::uri::Parts::default();
-        parts.scheme = Some(self.upstream.scheme.clone());
-        parts.authority = Some(self.upstream.authority.clone());
         parts.path_and_query = Some(path);
         Uri::from_parts(parts).map_err(|_| wrong())
     }
 
-    fn outgoing_headers(&self, mut headers: HeaderMap, uri: &Uri, peer: IpAddr) -> HeaderMap {
+    fn outgoing_headers(&self, mut headers: HeaderMap, uri: &Uri, peer: HeaderValue) -> HeaderMap {
         strip(&mut headers);
-        let host = uri.authority().and_then(|authority| authority.as_str().parse().ok());
-        let host = host.or_else(|| headers.get(header::HOST).cloned());
-        // Without one, the client writes that of the upstream.
-        headers.remove(header::HOST);
-        if let Some(host) = host {
-            if self.keep_host {
-                headers.insert(header::HOST, host.clone());
-            }
-            headers.entry(FORWARDED_HOST).or_insert(host);
+        let asked = uri.authority().and_then(|authority| authority.as_str().parse().ok());
+        let asked = asked.or_else(|| headers.get(header::HOST).cloned());
+        let host = asked.as_ref().filter(|_| self.keep_host).unwrap_or(&self.upstream.host);
+        headers.insert(header::HOST, host.clone());
+        if let Some(asked) = asked {
+            headers.entry(FORWARDED_HOST).or_insert(asked);
         }
-        append(&mut headers, FORWARDED_FOR, &peer.to_string());
-        append(&mut headers, header::VIA, "1.1 fencelock");
+        append(&mut headers, FORWARDED_FOR, peer);
+        append(&mut headers, header::VIA, OURSELVES);
         headers
     }
 
-    fn failed(&self, error: &hyper_util::client::legacy::Error) -> Word {
-        let mut causes = Vec::new();
-        let mut cause = std::error::Error::source(error);
-        while let Some(error) = cause {
-            causes.push(error.to_string());
-            cause = error.source();
-        }
+    fn unreachable(&self, error: BodyError) -> Word {
         let place = format!("{}://{}", self.upstream.scheme, self.upstream.authority);
-        let text = if error.is_connect() {
-            format!("cannot connect to the upstream {place}; nothing was done; is it running?")
-        } else {
-            format!("the upstream {place} broke the connection before it answered; the outcome is not known")
-        };
-        self.tell.trouble(&text, &causes.join(": "));
-        Word::new(StatusCode::BAD_GATEWAY, if error.is_connect() { "unreachable" } else { "broken_upstream" }, text)
+        let text = format!("cannot connect to the upstream {place}; nothing was done; is it running?");
+        self.tell.trouble(&text, &causes(&*error));
+        Word::new(StatusCode::BAD_GATEWAY, "unreachable", text)
+    }
+
+    fn broken(&self, error: &hyper::Error) -> Word {
+        let place = format!("{}://{}", self.upstream.scheme, self.upstream.authority);
+        let text = format!("the upstream {place} broke the connection before it answered; the outcome is not known");
+        self.tell.trouble(&text, &causes(error));
+        Word::new(StatusCode::BAD_GATEWAY, "broken_upstream", text)
     }
 
     fn late(&self) -> Word {
@@ -276,6 +286,11 @@ fn cut_off() -> Word {
     Word::new(StatusCode::CONFLICT, "cut_off", text)
 }
 
+fn causes(error: &(dyn std::error::Error + 'static)) -> String {
+    let all = std::iter::successors(Some(error), |error| error.source());
+    all.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}
+
 async fn maybe(future: Option<impl Future<Output = ()>>) {
     match future {
         Some(future) => future.await,
@@ -283,29 +298,53 @@ async fn maybe(future: Option<impl Future<Output = ()>>) {
     }
 }
 
-/// Resolves when nothing has happened for so long. While a body is on its way it watches over that itself; but not when it is the upstream
-/// that does not take it.
-async fn overdue(progress: watch::Receiver<Progress>, patience: Duration) {
-    loop {
-        let now = *progress.borrow();
-        let due = now.last + if now.ended { patience } else { patience * 2 };
-        if due <= Instant::now() {
-            return;
-        }
-        tokio::time::sleep_until(due).await;
+/// A request on its way. It goes on when nobody waits for its outcome any more.
+struct Steadfast<F: Future<Output: Send> + Send + 'static>(Option<Pin<Box<F>>>);
+
+impl<F: Future<Output = Result<Response<Body>, Word>> + Send> Future for Steadfast<F> {
+    type Output = F::Output;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let Some(future) = &mut self.0 else { return Poll::Pending };
+        let outcome = match catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(cx))) {
+            Ok(Poll::Pending) => return Poll::Pending,
+            Ok(Poll::Ready(outcome)) => outcome,
+            Err(_) => Err(Word::new(
+                StatusCode::INTERNAL_SERVER_ERROR,
+                "internal",
+                "the gate failed; the outcome is not known",
+            )),
+        };
+        self.0 = None;
+        Poll::Ready(outcome)
     }
 }
 
-fn append(headers: &mut HeaderMap, name: HeaderName, value: &str) {
-    let before = headers.get(&name).and_then(|before| before.to_str().ok());
-    let all = before.map_or_else(|| value.to_owned(), |before| format!("{before}, {value}"));
-    if let Ok(all) = all.parse() {
+impl<F: Future<Output: Send> + Send + 'static> Drop for Steadfast<F> {
+    fn drop(&mut self) {
+        if let (Some(future), Ok(runtime)) = (self.0.take(), tokio::runtime::Handle::try_current()) {
+            runtime.spawn(future);
+        }
+    }
+}
+
+/// Adds to a list that one header holds.
+fn append(headers: &mut HeaderMap, name: HeaderName, value: HeaderValue) {
+    let Some(before) = headers.get(&name) else {
+        headers.insert(name, value);
+        return;
+    };
+    let all = [before.as_bytes(), b", ", value.as_bytes()].concat();
+    if let Ok(all) = HeaderValue::from_bytes(&all) {
         headers.insert(name, all);
     }
 }
 
 /// Takes out what belongs to one connection.
 fn strip(headers: &mut HeaderMap) {
+    if !headers.keys().any(|name| HOP_BY_HOP.contains(name)) {
+        return;
+    }
     let named: Vec<HeaderName> = headers
         .get_all(header::CONNECTION)
         .iter()

@@ -143,6 +143,9 @@ fn token(headers: &HeaderMap, name: &HeaderName) -> Result<Option<u64>, Refusal>
 /// One spelling for all spellings of a path: escapes resolved, `.` and `..` followed, doubled and trailing slashes dropped. Two paths that an upstream
 /// might tell apart can become one resource, which is safe; one path never becomes two.
 pub(crate) fn canonical(path: &str) -> String {
+    if is_canonical(path) {
+        return path.to_owned();
+    }
     let decoded = decode(path);
     let mut parts: Vec<&str> = Vec::new();
     for part in decoded.split('/') {
@@ -153,6 +156,18 @@ pub(crate) fn canonical(path: &str) -> String {
         }
     }
     format!("/{}", parts.join("/"))
+}
+
+/// Whether a path is surely spelled so already; most are.
+fn is_canonical(path: &str) -> bool {
+    let plain = |byte: &u8| !matches!(byte, b'%' | b'\\');
+    let turns = |pair: &[u8]| matches!(pair, b"//" | b"/.");
+    let bytes = path.as_bytes();
+    bytes.len() > 1
+        && bytes.starts_with(b"/")
+        && !bytes.ends_with(b"/")
+        && bytes.iter().all(plain)
+        && !bytes.windows(2).any(turns)
 }
 
 /// Resolves escapes until there is none left: some servers do it twice.
@@ -266,6 +281,7 @@ mod tests {
         assert_eq!(canonical("*"), "/*");
         assert_ne!(canonical("/A"), canonical("/a"));
         assert_eq!(canonical("/100%"), "/100%");
+        assert_eq!(canonical("/a/.hidden/b.c"), "/a/.hidden/b.c");
     }
 
     #[test]

@@ -4,6 +4,7 @@
 
 mod harness;
 mod lost_update;
+mod upstream;
 
 use fencelock_testkit::web;
 use harness::{Gate, Place, until};

@@ -7,7 +7,7 @@ use std::path::Path;
 ///
 /// # Panics
 /// When they cannot be made or written.
-pub(crate) fn write(dir: &Path) {
+pub fn write(dir: &Path) {
     let authority_key = KeyPair::generate().expect("a key can be made");
     let mut authority = CertificateParams::new(Vec::new()).expect("no names, no bad names");
     authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);

@@ -1,6 +1,6 @@
 //! Real Redis servers for tests: each on a port of its own, in a directory of its own, gone with the test.
 
-pub(crate) mod certificate;
+pub mod certificate;
 pub(crate) mod child;
 mod cluster;
 mod sentinel;

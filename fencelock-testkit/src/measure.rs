@@ -97,6 +97,64 @@ pub async fn pairs(client: &Client, prefix: &str, tasks: usize, span: Duration) 
     Ok(Pairs { tasks, per_second, acquire: Latency::of(&acquire), release: Latency::of(&release) })
 }
 
+/// As many tasks as asked for, each doing pairs on a name of its own; the number per second. For what is compared with others,
+/// which are measured in the same way.
+///
+/// # Panics
+/// If a pair does.
+pub async fn rate<F: Future<Output = ()> + Send + 'static>(
+    tasks: usize,
+    span: Duration,
+    pair: impl Fn(usize) -> F + Clone + Send + 'static,
+) -> f64 {
+    let start = Instant::now();
+    let workers: Vec<_> = (0..tasks)
+        .map(|task| {
+            let pair = pair.clone();
+            tokio::spawn(async move {
+                let mut count = 0_u32;
+                while start.elapsed() < span {
+                    pair(task).await;
+                    count += 1;
+                }
+                count
+            })
+        })
+        .collect();
+    let mut total = 0.0;
+    for worker in workers {
+        total += f64::from(worker.await.expect("a worker does not panic"));
+    }
+    total / start.elapsed().as_secs_f64()
+}
+
+/// The same for our own locks.
+///
+/// # Panics
+/// If the locks do not work.
+pub async fn our_rate(url: &str, tasks: usize, span: Duration) -> f64 {
+    let client = fencelock::connect(url).await.expect("the server is there");
+    let locks = client.clone();
+    let pair = move |task| {
+        let mutex = locks.mutex(format!("bench:{task}"));
+        async move {
+            let guard = mutex.acquire().await.expect("free");
+            guard.release().await.expect("released");
+        }
+    };
+    let ours = rate(tasks, span, pair).await;
+    client.close().await.expect("closing works");
+    ours
+}
+
+/// The middle one.
+#[must_use]
+pub fn median(values: &[f64]) -> f64 {
+    let mut values = values.to_vec();
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(0.0)
+}
+
 /// One hold of a peer, in nanoseconds of the clock since boot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Turn {

@@ -2,13 +2,15 @@
 //!
 //! Starts a server of its own on loopback. Prints ratios, since the times themselves are the machine's.
 
-use fencelock_testkit::measure::{self, Latency};
+use fencelock_testkit::measure::{self, Latency, median};
 use fencelock_testkit::redis::RedisServer;
 use redis::aio::MultiplexedConnection;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 const SPAN: Duration = Duration::from_secs(3);
+const ROUND: Duration = Duration::from_secs(1);
+const ROUNDS: usize = 7;
 /// The common recipe's release.
 const UNLOCK: &str =
     "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) else return 0 end";
@@ -32,14 +34,27 @@ async fn compare() {
     let server = RedisServer::start();
     let url = server.url();
     println!("uncontended acquire + release, distinct names, pairs per second");
+    println!("(medians of {ROUNDS} rounds in turns; the ratios are medians of the rounds' own)");
     for tasks in [1, 64, 512] {
-        let ours = our_pairs(&url, tasks).await;
-        let raw = raw_pairs(&url, tasks).await;
-        let rslock = rslock_pairs(&url, tasks).await;
+        let (mut ours, mut raw, mut rslock) = (Vec::new(), Vec::new(), Vec::new());
+        // In turns, so that a busy moment of the machine hits all.
+        for _ in 0..ROUNDS {
+            ours.push(measure::our_rate(&url, tasks, ROUND).await);
+            raw.push(raw_pairs(&url, tasks).await);
+            rslock.push(rslock_pairs(&url, tasks).await);
+        }
+        let to = |others: &[f64]| {
+            let ratios: Vec<f64> = ours.iter().zip(others).map(|(ours, other)| ours / other).collect();
+            median(&ratios)
+        };
         println!(
-            "  {tasks:>4} tasks   fencelock {ours:>8.0}   rslock {rslock:>8.0} ({:.2} times)   raw SET + EVALSHA {raw:>8.0} ({:.2} times)",
-            ours / rslock,
-            ours / raw
+            "  {tasks:>4} tasks   fencelock {:>8.0}   rslock {:>8.0} ({:.2} times)   raw SET + EVALSHA {:>8.0} ({:.2} times; {:.2} times its latency)",
+            median(&ours),
+            median(&rslock),
+            to(&rslock),
+            median(&raw),
+            to(&raw),
+            1.0 / to(&raw)
         );
     }
     println!("\nhand-over between two processes, p50");
@@ -67,52 +82,11 @@ async fn connection(url: &str) -> MultiplexedConnection {
     client.get_multiplexed_async_connection().await.expect("the server is there")
 }
 
-/// As many tasks as asked for, each doing pairs on a name of its own; the number per second.
-async fn rate<F: Future<Output = ()> + Send + 'static>(
-    tasks: usize,
-    pair: impl Fn(usize) -> F + Clone + Send + 'static,
-) -> f64 {
-    let start = Instant::now();
-    let workers: Vec<_> = (0..tasks)
-        .map(|task| {
-            let pair = pair.clone();
-            tokio::spawn(async move {
-                let mut count = 0_u32;
-                while start.elapsed() < SPAN {
-                    pair(task).await;
-                    count += 1;
-                }
-                count
-            })
-        })
-        .collect();
-    let mut total = 0.0;
-    for worker in workers {
-        total += f64::from(worker.await.expect("a worker does not panic"));
-    }
-    total / start.elapsed().as_secs_f64()
-}
-
-async fn our_pairs(url: &str, tasks: usize) -> f64 {
-    let client = fencelock::connect(url).await.expect("the server is there");
-    let locks = client.clone();
-    let ours = rate(tasks, move |task| {
-        let mutex = locks.mutex(format!("bench:{task}"));
-        async move {
-            let guard = mutex.acquire().await.expect("free");
-            guard.release().await.expect("released");
-        }
-    })
-    .await;
-    client.close().await.expect("closing works");
-    ours
-}
-
 async fn raw_pairs(url: &str, tasks: usize) -> f64 {
     let connection = connection(url).await;
     let mut loader = connection.clone();
     let hash: String = redis::cmd("SCRIPT").arg("LOAD").arg(UNLOCK).query_async(&mut loader).await.expect("loaded");
-    rate(tasks, move |task| {
+    measure::rate(tasks, ROUND, move |task| {
         let (mut connection, hash) = (connection.clone(), hash.clone());
         async move {
             let key = format!("raw:{task}");
@@ -129,7 +103,7 @@ async fn raw_pairs(url: &str, tasks: usize) -> f64 {
 
 async fn rslock_pairs(url: &str, tasks: usize) -> f64 {
     let manager = rslock::LockManager::new(vec![url.to_owned()]);
-    rate(tasks, move |task| {
+    measure::rate(tasks, ROUND, move |task| {
         let manager = manager.clone();
         async move {
             let name = format!("rslock:{task}");

@@ -4,7 +4,7 @@
 //! Starts five servers of its own on loopback. Prints ratios, since the times themselves are the machine's.
 
 use fencelock::Clock;
-use fencelock_testkit::measure::{self, Latency};
+use fencelock_testkit::measure::{self, Latency, median};
 use fencelock_testkit::redlock::Nodes;
 use std::io::Read;
 use std::process::{Command, Stdio};
@@ -26,17 +26,22 @@ async fn main() {
 
 async fn compare() {
     let nodes = Nodes::start(5);
-    println!("uncontended acquire + release, 5 nodes, distinct names, pairs per second");
+    println!(
+        "uncontended acquire + release, 5 nodes, distinct names, pairs per second, medians of {ROUNDS} rounds in turns"
+    );
     for tasks in [1, 64, 512] {
-        let client = nodes.client().await;
-        let ours = measure::pairs(&client, "bench:", tasks, SPAN).await.expect("the lock works");
-        client.close().await.expect("closing works");
-        let rslock = rslock_pairs(&nodes, tasks).await;
+        let (mut ours, mut rslock) = (Vec::new(), Vec::new());
+        // In turns, so that a busy moment of the machine hits both.
+        for _ in 0..ROUNDS {
+            ours.push(measure::our_rate(&nodes.url(), tasks, SPAN / 3).await);
+            rslock.push(rslock_pairs(&nodes, tasks).await);
+        }
+        let ratios: Vec<f64> = ours.iter().zip(&rslock).map(|(ours, rslock)| ours / rslock).collect();
         println!(
-            "  {tasks:>4} tasks   fencelock {:>8.0} (acquire p50 {:.0} µs)   rslock {rslock:>8.0}   {:.2} times",
-            ours.per_second,
-            ours.acquire.p50_us,
-            ours.per_second / rslock
+            "  {tasks:>4} tasks   fencelock {:>8.0}   rslock {:>8.0}   {:.2} times",
+            median(&ours),
+            median(&rslock),
+            median(&ratios)
         );
     }
     one_stopped(&nodes).await;
@@ -62,14 +67,10 @@ async fn one_stopped(nodes: &Nodes) {
         nodes.servers[4].thaw();
     }
     println!("\none of the five nodes stopped, one task, acquire, medians of {ROUNDS} rounds");
-    let median = |rounds: &[Latency], of: fn(&Latency) -> f64| {
-        let mut values: Vec<f64> = rounds.iter().map(of).collect();
-        values.sort_by(f64::total_cmp);
-        values[values.len() / 2]
-    };
-    let p50 = |rounds: &[Latency]| median(rounds, |latency| latency.p50_us);
+    let of = |rounds: &[Latency], what: fn(&Latency) -> f64| median(&rounds.iter().map(what).collect::<Vec<_>>());
+    let p50 = |rounds: &[Latency]| of(rounds, |latency| latency.p50_us);
     for (what, rounds) in [("all five", &all), ("four", &four)] {
-        let (p99, p999) = (median(rounds, |latency| latency.p99_us), median(rounds, |latency| latency.p999_us));
+        let (p99, p999) = (of(rounds, |latency| latency.p99_us), of(rounds, |latency| latency.p999_us));
         println!("  {what:<10} p50 {:>6.0} µs   p99 {p99:>6.0} µs   p99.9 {p999:>6.0} µs", p50(rounds));
     }
     println!("  p50 {:+.0} %", (p50(&four) / p50(&all) - 1.0) * 100.0);
@@ -78,27 +79,15 @@ async fn one_stopped(nodes: &Nodes) {
 
 async fn rslock_pairs(nodes: &Nodes, tasks: usize) -> f64 {
     let manager = rslock::LockManager::new(nodes.urls());
-    let start = Instant::now();
-    let workers: Vec<_> = (0..tasks)
-        .map(|task| {
-            let manager = manager.clone();
-            tokio::spawn(async move {
-                let name = format!("rslock:{task}");
-                let mut count = 0_u32;
-                while start.elapsed() < SPAN {
-                    let lock = manager.lock(name.as_bytes(), Duration::from_secs(30)).await.expect("free");
-                    manager.unlock(&lock).await;
-                    count += 1;
-                }
-                count
-            })
-        })
-        .collect();
-    let mut total = 0.0;
-    for worker in workers {
-        total += f64::from(worker.await.expect("a worker does not panic"));
-    }
-    total / start.elapsed().as_secs_f64()
+    measure::rate(tasks, SPAN / 3, move |task| {
+        let manager = manager.clone();
+        async move {
+            let name = format!("rslock:{task}");
+            let lock = manager.lock(name.as_bytes(), Duration::from_secs(30)).await.expect("free");
+            manager.unlock(&lock).await;
+        }
+    })
+    .await
 }
 
 /// What many processes saw that wanted one lock.

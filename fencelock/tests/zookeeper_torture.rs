@@ -56,7 +56,8 @@ async fn trouble(mut servers: ZooKeeper, until: Instant, pause: Duration) -> (Zo
         servers = tokio::task::spawn_blocking(move || {
             let victim = if kills == 0 { servers.follower() } else { servers.leader() };
             servers.node(victim).kill();
-            std::thread::sleep(Duration::from_millis(500));
+            // It is away until the others have a leader and go on without it.
+            servers.leader();
             servers.node(victim).start_again();
             servers
         })

@@ -400,12 +400,13 @@ impl<S: Ordered> AheadEngine<S> {
         let now = self.clock().now();
         let mut young = lock(&self.young);
         let mut ready = Vec::new();
-        while let Some((due, ..)) = young.front() {
-            if *due > now {
+        while let Some((due, key, token)) = young.front() {
+            // Most have been released by now, and need not be waited for.
+            let held = lock(&self.held).get(key).filter(|held| held.place.token == *token).cloned();
+            if held.is_some() && *due > now {
                 return (ready, *due);
             }
-            let Some((_, key, token)) = young.pop_front() else { break };
-            let held = lock(&self.held).get(&key).filter(|held| held.place.token == token).cloned();
+            let Some((_, key, _)) = young.pop_front() else { break };
             ready.extend(held.map(|held| (key, held.place)));
         }
         (ready, Moment::NEVER)

@@ -249,20 +249,25 @@ impl Session {
         if self.last_heard() >= wanted {
             return Ok(Some(self.last_heard()));
         }
-        let Ok(client) = self.client() else { return Ok(None) };
-        let sent = Clock::Boot.now();
-        let outcome = {
-            let mut writer = client.new_multi_writer();
-            writer.add_check_version("/", -1).map_err(|fault| fault::error(&fault, false))?;
-            writer.commit().await
-        };
-        match outcome.map_err(zookeeper_client::Error::from) {
-            Err(fault) if fault::is_over(&fault) => Ok(None),
-            Err(fault) if fault::is_lost(&fault) => Err(fault::error(&fault, true)),
-            // Whatever it says, the leader has said it.
-            _ => {
-                self.heard(sent);
-                Ok(Some(sent))
+        let mut repeated = false;
+        loop {
+            let Ok(client) = self.client() else { return Ok(None) };
+            let sent = Clock::Boot.now();
+            let outcome = {
+                let mut writer = client.new_multi_writer();
+                writer.add_check_version("/", -1).map_err(|fault| fault::error(&fault, false))?;
+                writer.commit().await
+            };
+            match outcome.map_err(Fault::from) {
+                Err(fault) if fault::is_over(&fault) => return Ok(None),
+                // Sent again, it waits until there is a connection: who only tries is not told of one that was lost meanwhile.
+                Err(fault) if fault::is_lost(&fault) && !repeated => repeated = true,
+                Err(fault) if fault::is_lost(&fault) => return Err(fault::error(&fault, true)),
+                // Whatever it says, the leader has said it.
+                _ => {
+                    self.heard(sent);
+                    return Ok(Some(sent));
+                }
             }
         }
     }

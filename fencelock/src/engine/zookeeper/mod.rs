@@ -367,6 +367,19 @@ impl Store {
         }
     }
 
+    /// As [`stat`](Store::stat), with the data.
+    async fn data(&self, session: &Session, path: String) -> Result<Option<(Vec<u8>, Stat)>> {
+        loop {
+            let client = session.client()?;
+            match client.get_data(&path).await {
+                Ok(found) => return Ok(Some(found)),
+                Err(Fault::NoNode) => return Ok(None),
+                Err(fault) if fault::is_lost(&fault) => {}
+                Err(fault) => return Err(fault::error(&fault, false)),
+            }
+        }
+    }
+
     /// Deletes a node, however often the connection is lost meanwhile.
     async fn delete(&self, session: &Session, path: &str) -> Result<Left> {
         self.delete_again(session, path, false).await
@@ -481,21 +494,15 @@ impl Store {
 
     /// The entries of a line with all that is known of them.
     async fn read(&self, session: &Session, directory: &str, line: Line) -> Result<Vec<Entry>> {
-        let client = session.client()?;
-        let asked: Vec<_> = line.names().map(|name| client.get_data(&format!("{directory}/{name}"))).collect();
+        let asked = line.names().map(|name| self.data(session, format!("{directory}/{name}")));
         let mut entries = Vec::new();
         for (entry, answer) in line.entries().zip(join_all(asked).await) {
-            match answer {
-                Ok((data, stat)) => {
-                    let (entry, lease) = line::entry(entry, &data, &stat);
-                    if let Some(lease) = lease {
-                        self.note_lease(entry.session, lease);
-                    }
-                    entries.push(entry);
-                }
-                Err(Fault::NoNode) => {}
-                Err(fault) => return Err(fault::error(&fault, false)),
+            let Some((data, stat)) = answer? else { continue };
+            let (entry, lease) = line::entry(entry, &data, &stat);
+            if let Some(lease) = lease {
+                self.note_lease(entry.session, lease);
             }
+            entries.push(entry);
         }
         // Of entries that are there at the same time, an older one is ahead.
         entries.sort_by_key(|entry| entry.token);

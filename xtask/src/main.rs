@@ -12,7 +12,7 @@ use std::time::Instant;
 const USAGE: &str = "usage: cargo xtask COMMAND
 
   test [ARGS…]   run every test of the workspace, after installing the servers they need; ARGS go to cargo test
-  long           conformance of etcd and ZooKeeper; conformance, faults and torture of Redlock: about a quarter of an hour
+  long           conformance of etcd and ZooKeeper, torture of ZooKeeper, all of Redlock: about a quarter of an hour
   interop        foreign clients (Redis: Python, Node, Rust; etcdctl; Curator) and fencelock on the same lock, after installing them
   lint           formatting, clippy and documentation, warnings are errors
   bench          compare the file engine with raw system calls, and print ratios";

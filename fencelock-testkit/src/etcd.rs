@@ -224,6 +224,15 @@ impl EtcdCluster {
         listed.lines().filter(|line| !line.is_empty()).map(str::to_owned).collect()
     }
 
+    /// The keys of all entries of locks, in order. Notes that end by themselves are left out: of claims that were given up, and of
+    /// who held last.
+    ///
+    /// # Panics
+    /// As [`ctl`](EtcdCluster::ctl).
+    pub fn entries(&self) -> Vec<String> {
+        self.keys().into_iter().filter(|key| !(key.contains("%x/") || key.contains("%h/"))).collect()
+    }
+
     /// All leases there are.
     ///
     /// # Panics
@@ -238,6 +247,21 @@ impl EtcdCluster {
         self.servers
             .iter_mut()
             .position(|server| server.program.is_some() && server.metric("etcd_server_is_leader") == Some(1.0))
+    }
+
+    /// The same, when there is one.
+    ///
+    /// # Panics
+    /// When none leads for long.
+    pub fn wait_for_leader(&mut self) -> usize {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            if let Some(leader) = self.leader() {
+                return leader;
+            }
+            assert!(Instant::now() < until, "no server leads");
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 
     /// The sum of a counter over all servers.

@@ -100,7 +100,7 @@ fn op(request: Op) -> RequestOp {
 
 fn created(key: &str, revision: i64) -> Compare {
     let (key, create_revision) = (key.as_bytes().to_vec(), Some(revision));
-    Compare { result: 0, target: CREATE, key, create_revision, range_end: Vec::new() }
+    Compare { target: CREATE, key, create_revision, ..Compare::default() }
 }
 
 /// What Go's `concurrency` package sends for a mutex: put and look in one transaction.

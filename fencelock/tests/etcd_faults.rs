@@ -62,9 +62,9 @@ async fn holds_alone(client: &Client, guard: &Guard) {
     assert!(guard.is_valid());
 }
 
-/// No entry is left of any lock; notes of claims that were given up end by themselves.
+/// No entry is left of any lock.
 fn nothing_is_left(cluster: &EtcdCluster) {
-    let entries: Vec<String> = cluster.keys().into_iter().filter(|key| !key.contains("%x/")).collect();
+    let entries = cluster.entries();
     assert!(entries.is_empty(), "{entries:?}");
 }
 
@@ -299,6 +299,51 @@ async fn a_waiter_whose_entry_was_deleted_does_not_hold_by_it() {
     let late = at_once("it is served in the end", waiter).await.unwrap();
     assert!(late.token() > token);
     late.release().await.unwrap();
+}
+
+/// The same where the one ahead had to wait, and leaves with the word that it held: that is no grant for an entry that is gone.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_last_word_grants_nothing_to_a_deleted_entry() {
+    let World { cluster, far, near, .. } = &World::new().await;
+    let holder = hold(near, Mode::Exclusive, LONG).await;
+    let ahead = queue(near, near, LONG).await;
+    let before = cluster.entries();
+    let waiter = queue(far, near, LONG).await;
+    let entry = cluster.entries().into_iter().find(|key| !before.contains(key)).unwrap();
+    holder.release().await.unwrap();
+    let ahead = at_once("the second holds", ahead).await.unwrap();
+    assert_eq!(cluster.ctl(&["del", &entry]).trim(), "1");
+    ahead.release().await.unwrap();
+    assert!(cluster.keys().iter().any(|key| key.contains("%h/")), "a last word: {:?}", cluster.keys());
+    let late = at_once("it joins again", waiter).await.unwrap();
+    holds_alone(near, &late).await;
+    late.release().await.unwrap();
+    nothing_is_left(cluster);
+}
+
+/// Who leaves the line without having held says nothing: the one behind waits on.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_gives_up_lets_nobody_in() {
+    let World { cluster, far, near, .. } = &World::new().await;
+    // The client of the one that gives up has had a last word.
+    let first = hold(near, Mode::Exclusive, LONG).await;
+    let second = queue(far, near, LONG).await;
+    first.release().await.unwrap();
+    at_once("the second holds", second).await.unwrap().release().await.unwrap();
+    let holder = hold(near, Mode::Exclusive, LONG).await;
+    let gives_up = queue(far, near, LONG).await;
+    let behind = queue(near, near, LONG).await;
+    gives_up.abort();
+    until_line(near, NAME, 1, 1).await;
+    far.settled().await;
+    // What the one behind sees now, it sees in one exchange; so do others.
+    line(far, NAME).await;
+    assert!(!behind.is_finished() && holder.is_valid());
+    holder.release().await.unwrap();
+    let behind = at_once("its turn", behind).await.unwrap();
+    holds_alone(near, &behind).await;
+    behind.release().await.unwrap();
+    nothing_is_left(cluster);
 }
 
 /// A nested program asks for a longer lease than the outer one has: it has no more than that.

@@ -13,9 +13,6 @@ use std::ffi::OsString;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-/// How long a server stays dead.
-const DEAD: Duration = Duration::from_secs(2);
-
 /// Not a test: the inside of the processes that the tests below start.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "only for the processes of the torture"]
@@ -35,10 +32,11 @@ fn kill_servers(mut cluster: EtcdCluster, every: Duration, end: &mpsc::Receiver<
     let mut next = Instant::now() + every / 3;
     while end.recv_timeout(next.saturating_duration_since(Instant::now())) == Err(RecvTimeoutError::Timeout) {
         next += every;
-        let Some(leader) = cluster.leader() else { continue };
+        let leader = cluster.wait_for_leader();
         let victim = if kills == 0 { (leader + 1) % 3 } else { leader };
         cluster.server(victim).kill();
-        std::thread::sleep(DEAD);
+        // It is away until the others have a leader and go on without it.
+        cluster.wait_for_leader();
         cluster.server(victim).start_again();
         cluster.wait_until_well();
         kills += 1;
@@ -54,9 +52,9 @@ fn plan(url: String, usually: &str) -> Plan {
     plan
 }
 
-/// No entry of any lock; notes of claims that were given up end by themselves.
+/// No entry of any lock.
 fn nothing_is_left(cluster: &EtcdCluster) {
-    let entries: Vec<String> = cluster.keys().into_iter().filter(|key| !key.contains("%x/")).collect();
+    let entries = cluster.entries();
     assert!(entries.is_empty(), "{entries:?}");
 }
 

@@ -122,7 +122,7 @@ const PAIRS: [(Way, Way); 5] = [
 ];
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[ignore = "needs Curator: cargo xtask curator"]
+#[ignore = "needs Curator: cargo xtask interop"]
 async fn curator_and_fencelock_exclude_each_other() {
     let server = ZooKeeper::start();
     let client = connect(server.url_below("/locks")).await.unwrap();

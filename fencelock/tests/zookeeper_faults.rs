@@ -169,6 +169,31 @@ async fn the_entry_of_a_dying_session_is_removed() {
     guard.release().await.unwrap();
 }
 
+/// Somebody deletes the entry of a waiter, whose session lives on. The one ahead leaves with the word that it held: that is no grant
+/// for an entry that is gone.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_last_word_grants_nothing_to_a_deleted_entry() {
+    let World { server, far, near, .. } = &World::new("/last-word").await;
+    let plain = server.plain().await;
+    let holder = hold(near, NAME, Mode::Exclusive, LONG).await;
+    let ahead = queue(near, "ahead", LONG);
+    until_line(near, NAME, 1, 1).await;
+    let before = entries(server, "/last-word").await;
+    let waiter = queue(far, "waiter", LONG);
+    until_line(near, NAME, 1, 2).await;
+    let now = entries(server, "/last-word").await;
+    let entry = now.iter().find(|entry| !before.contains(entry)).unwrap();
+    holder.release().await.unwrap();
+    let ahead = at_once("the second holds", ahead).await.unwrap();
+    plain.delete(entry, None).await.unwrap();
+    ahead.release().await.unwrap();
+    let (word, _) = plain.get_data(&format!("/last-word/{NAME}")).await.unwrap();
+    assert!(before.iter().any(|entry| entry.as_bytes().ends_with(&word)) && !word.is_empty(), "a last word: {word:?}");
+    let late = at_once("it joins again", waiter).await.unwrap();
+    holds_alone(near, &late, "after a last word").await;
+    late.release().await.unwrap();
+}
+
 /// The directory of a lock is removed whenever it is empty, as the servers do it with containers, only much more often.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_directory_may_vanish_between_two_calls() {

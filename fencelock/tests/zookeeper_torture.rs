@@ -56,6 +56,7 @@ async fn trouble(mut servers: ZooKeeper, until: Instant, pause: Duration) -> (Zo
         servers = tokio::task::spawn_blocking(move || {
             let victim = if kills == 0 { servers.follower() } else { servers.leader() };
             servers.node(victim).kill();
+            // Not until the other two have a leader: ZooKeeper's election between two can take a minute.
             std::thread::sleep(Duration::from_millis(500));
             servers.node(victim).start_again();
             servers

@@ -1,6 +1,6 @@
 //! Brings the foreign clients of `interop/` to this machine, below the target directory, and runs them against fencelock.
 
-use crate::{cargo, etcdctl, install, run};
+use crate::{cargo, curator, etcdctl, install, run};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -21,6 +21,7 @@ pub(crate) fn interop() -> bool {
         && build(&sources, &driver)
         && play(&driver, &venv, &node)
         && etcdctl::etcdctl()
+        && curator::curator()
 }
 
 pub(crate) fn root() -> PathBuf {

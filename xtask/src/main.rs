@@ -12,9 +12,8 @@ use std::time::Instant;
 const USAGE: &str = "usage: cargo xtask COMMAND
 
   test [ARGS…]   run every test of the workspace, after installing the servers they need; ARGS go to cargo test
-  long           conformance, faults and torture of etcd, ZooKeeper, PostgreSQL, MariaDB and Redlock: about half an hour
-  interop        foreign clients (Redis: Python, Node, Rust; etcdctl) and fencelock on the same lock, after installing them
-  curator        the same with Curator, the Java client of ZooKeeper; needs Maven
+  long           conformance of etcd and ZooKeeper, torture of ZooKeeper, all of Redlock: about a quarter of an hour
+  interop        foreign clients (Redis: Python, Node, Rust; etcdctl; Curator) and fencelock on the same lock, after installing them
   lint           formatting, clippy and documentation, warnings are errors
   bench          compare the file engine with raw system calls, and print ratios";
 
@@ -30,7 +29,6 @@ fn main() -> ExitCode {
             return verdict(install::what_is_missing(install::SERVERS) && suite::long());
         }
         Some("interop") if rest.is_empty() => return verdict(interop::interop()),
-        Some("curator") if rest.is_empty() => return verdict(curator::curator()),
         Some("lint") if rest.is_empty() => lint(),
         Some("bench") if rest.is_empty() => vec![("benchmark", vec!["bench", "-p", "fencelock", "--bench", "file"])],
         _ => {

@@ -7,6 +7,8 @@ use crate::{Mode, Name, Owner};
 
 /// What stands between the name and the owner of a claim that was given up before its answer was seen. No escape looks like it.
 const GIVEN_UP: &str = "%x/";
+/// Where the last words of holders are, below the prefix. No lock has this name.
+const LAST_WORD: &str = "%h/";
 const READER: &str = "r-";
 const PERMIT: &str = "p-";
 
@@ -73,6 +75,11 @@ impl Line {
     pub(super) fn given_up(&self, owner: Owner) -> String {
         format!("{}{GIVEN_UP}{owner}", self.lock)
     }
+}
+
+/// Where a client says which of its holds it ended last.
+pub(super) fn last_word(prefix: &str, session: u64) -> String {
+    format!("{prefix}{LAST_WORD}{session:x}")
 }
 
 /// What the entry of a claim is called within its line.

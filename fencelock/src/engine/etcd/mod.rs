@@ -21,7 +21,7 @@ use self::key::{Line, Span};
 use self::link::{Answer, Link, lock, told};
 use self::proto::{
     ASCEND, BY_CREATION, CREATE, Compare, DESCEND, DeleteRangeRequest, KeyValue, NO_PUT, Op, OpAnswer, PutRequest,
-    RangeRequest, RangeResponse, RequestOp, TxnRequest, TxnResponse, WatchCreateRequest,
+    RangeRequest, RangeResponse, RequestOp, TxnRequest, TxnResponse, VALUE, WatchCreateRequest,
 };
 use self::session::{Lease, Sessions, id_of, session};
 use self::watch::{Note, Watcher};
@@ -272,7 +272,7 @@ impl Ordered for EtcdStore {
             if kv.lease == lease.id {
                 // An earlier attempt has created it, and its answer was lost.
                 let place = place(claim, &lease, kv.create_revision);
-                match self.look(claim, &place).await? {
+                match self.look(claim, &place, None).await? {
                     Some(view) => return Ok(Joined::In(place, view)),
                     None => continue,
                 }
@@ -287,23 +287,31 @@ impl Ordered for EtcdStore {
         }
     }
 
-    async fn look(&self, claim: &Claim, place: &Place) -> Result<Option<View>> {
+    async fn look(&self, claim: &Claim, place: &Place, after: Option<&Entry>) -> Result<Option<View>> {
         let line = self.line(&claim.name);
         let own = Span::just(&line.key(&place.key));
         let below = number(place.order);
-        let txn = TxnRequest {
-            compare: vec![created(own, below)],
-            success: Self::ranges(&line, claim.mode, Some(below))
-                .into_iter()
-                .map(|range| op(Op::Range(range)))
-                .collect(),
-            failure: Vec::new(),
+        // A range is what makes the servers answer for the majority.
+        let stands = op(Op::Range(RangeRequest { keys_only: true, ..range(own.clone()) }));
+        let ranges = Self::ranges(&line, claim.mode, Some(below));
+        let mut all = vec![stands.clone()];
+        all.extend(ranges.into_iter().map(|range| op(Op::Range(range))));
+        let txn = match after {
+            // To sort a long line takes the servers long.
+            Some(after) => {
+                let held = Span::just(&key::last_word(&self.prefix, after.session));
+                let compare = vec![created(own, below), says(held, after.order)];
+                TxnRequest { compare, success: vec![stands], failure: all }
+            }
+            None => TxnRequest { compare: vec![created(own, below)], success: all, failure: Vec::new() },
         };
         // A waiter's questions show that its lease is in use.
         self.sessions.get(place.session);
         let answer: Answer<TxnResponse> = told(self.link.ask(TXN, &txn).await)?;
         let as_of = answer.body.header.as_ref().map_or(0, |header| header.revision);
-        Ok(answer.body.succeeded.then(|| Self::view(&line, &answer.body.responses, below, as_of, answer.sent)))
+        let [own, ahead @ ..] = answer.body.responses.as_slice() else { return Ok(None) };
+        let stands = range_answer(own).any(|kv| kv.create_revision == below);
+        Ok(stands.then(|| Self::view(&line, ahead, below, as_of, answer.sent)))
     }
 
     async fn wait(&self, name: &Name, until: Until<'_>, as_of: u64) -> Result<()> {
@@ -369,7 +377,7 @@ impl Ordered for EtcdStore {
         }
     }
 
-    async fn leave(&self, hold: &Hold) -> Result<Left> {
+    async fn leave(&self, hold: &Hold, held: Option<&Place>) -> Result<Left> {
         let line = self.line(&hold.name);
         let own = (hold.owner, hold.name.clone());
         let under_way = lock(&self.unanswered).get(&own).copied().unwrap_or(0);
@@ -399,7 +407,20 @@ impl Ordered for EtcdStore {
                 txn.failure.push(note);
             }
         }
-        let answer: Answer<TxnResponse> = told(self.link.ask(TXN, &txn).await)?;
+        let answer: Answer<TxnResponse> = match held {
+            Some(place) => {
+                let key = key::last_word(&self.prefix, place.session).into();
+                let put = PutRequest { key, value: word(place.order), lease: id_of(place.session) };
+                let mut saying = txn.clone();
+                saying.success.push(op(Op::Put(put)));
+                match self.link.ask(TXN, &saying).await {
+                    // No lease, no last word.
+                    Err(Fault { no_lease: true, .. }) => told(self.link.ask(TXN, &txn).await)?,
+                    answer => told(answer)?,
+                }
+            }
+            None => told(self.link.ask(TXN, &txn).await)?,
+        };
         lock(&self.unanswered).remove(&own);
         let deleted = answer
             .body
@@ -538,12 +559,23 @@ fn op(request: Op) -> RequestOp {
 
 /// All keys of the span were created by this revision, and there is one.
 fn created(span: Span, revision: i64) -> Compare {
-    Compare { result: 0, target: CREATE, key: span.from, create_revision: Some(revision), range_end: span.to }
+    let create_revision = Some(revision);
+    Compare { result: 0, target: CREATE, key: span.from, create_revision, value: None, range_end: span.to }
 }
 
 /// The span has no keys.
 fn absent(span: Span) -> Compare {
     created(span, 0)
+}
+
+/// The key's value names the entry with this order.
+fn says(span: Span, order: u64) -> Compare {
+    Compare { target: VALUE, create_revision: None, value: Some(word(order)), ..absent(span) }
+}
+
+/// A holder's last word: which entry it was.
+fn word(order: u64) -> Vec<u8> {
+    order.to_string().into_bytes()
 }
 
 fn watch_from(span: Span, revision: u64, filters: Vec<i32>) -> WatchCreateRequest {

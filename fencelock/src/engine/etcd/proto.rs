@@ -120,9 +120,10 @@ pub(super) enum OpAnswer {
 
 /// `Compare.CompareTarget`
 pub(super) const CREATE: i32 = 1;
+pub(super) const VALUE: i32 = 3;
 
-/// "The create revision equals": the only comparison that the engine makes. A key that does not exist has revision 0, and so
-/// has a range without keys.
+/// "The create revision, or the value, equals": the only comparisons that the engine makes. A key that does not exist has revision
+/// 0, and so has a range without keys; it has no value.
 #[derive(Clone, PartialEq, prost::Message)]
 pub(super) struct Compare {
     /// `CompareResult`; 0 is EQUAL.
@@ -135,6 +136,9 @@ pub(super) struct Compare {
     /// Part of a `oneof` in the protocol: it must be sent also when it is 0, so it is optional here.
     #[prost(int64, optional, tag = "5")]
     pub(super) create_revision: Option<i64>,
+    /// Likewise.
+    #[prost(bytes = "vec", optional, tag = "7")]
+    pub(super) value: Option<Vec<u8>>,
     #[prost(bytes = "vec", tag = "64")]
     pub(super) range_end: Vec<u8>,
 }

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
 use tonic::Streaming;
 
 /// What a watch tells.
@@ -42,6 +43,8 @@ pub(super) struct Watching {
     id: i64,
     watcher: Arc<Watcher>,
     notes: mpsc::UnboundedReceiver<Note>,
+    /// The last note has come.
+    over: bool,
 }
 
 impl Watcher {
@@ -52,7 +55,7 @@ impl Watcher {
         request.watch_id = id;
         let (tell, notes) = mpsc::unbounded_channel();
         let _ = watcher.orders.send(Order::Watch(request, tell));
-        Watching { id, watcher, notes }
+        Watching { id, watcher, notes, over: false }
     }
 
     fn of(link: &Arc<Link>, home: &Arc<Home>) -> Arc<Self> {
@@ -64,6 +67,7 @@ impl Watcher {
                 given_up: home.given_up.subscribe(),
                 orders: taken,
                 watches: HashMap::new(),
+                spent: Vec::new(),
             };
             tokio::spawn(task.run());
             Arc::new(Self { orders, next: AtomicI64::new(1) })
@@ -75,13 +79,17 @@ impl Watcher {
 impl Watching {
     /// The next note. `None` when the runtime is going away.
     pub(super) async fn next(&mut self) -> Option<Note> {
-        self.notes.recv().await
+        let note = self.notes.recv().await;
+        self.over = note != Some(Note::Behind);
+        note
     }
 }
 
 impl Drop for Watching {
     fn drop(&mut self) {
-        let _ = self.watcher.orders.send(Order::Forget(self.id));
+        if !self.over {
+            let _ = self.watcher.orders.send(Order::Forget(self.id));
+        }
     }
 }
 
@@ -91,7 +99,12 @@ struct Task {
     given_up: watch::Receiver<u64>,
     orders: mpsc::UnboundedReceiver<Order>,
     watches: HashMap<i64, (WatchCreateRequest, mpsc::UnboundedSender<Note>)>,
+    /// Watches that have told what they were for, and that the server still has.
+    spent: Vec<i64>,
 }
+
+/// How long the server keeps a watch that is spent: it is not bothered while the one who was told asks.
+const SPENT: Duration = Duration::from_millis(100);
 
 /// Why a stream came to its end.
 enum End {
@@ -111,7 +124,7 @@ impl Task {
                     None => return,
                 }
             }
-            let started = tokio::time::Instant::now();
+            let started = Instant::now();
             match self.stream().await {
                 End::Over => return,
                 End::Broken if started.elapsed() > Duration::from_secs(1) => pause = Duration::from_millis(20),
@@ -127,6 +140,7 @@ impl Task {
     async fn stream(&mut self) -> End {
         let Some(link) = self.link.upgrade() else { return End::Over };
         self.given_up.borrow_and_update();
+        self.spent.clear();
         let (to_server, mut requests) = mpsc::unbounded_channel();
         for (request, _) in self.watches.values() {
             let _ = to_server.send(create(request.clone()));
@@ -164,10 +178,16 @@ impl Task {
         mut stream: Streaming<WatchResponse>,
         to_server: &mpsc::UnboundedSender<WatchRequest>,
     ) -> End {
+        let mut tidy = pin!(tokio::time::sleep(SPENT));
         loop {
             tokio::select! {
                 answer = stream.message() => match answer {
-                    Ok(Some(answer)) => send(to_server, self.hear(&answer)),
+                    Ok(Some(answer)) => {
+                        if self.spent.is_empty() {
+                            tidy.as_mut().reset(Instant::now() + SPENT);
+                        }
+                        send(to_server, self.hear(&answer));
+                    }
                     Ok(None) => return End::Broken,
                     Err(status) => {
                         tracing::debug!("watching: {}", status.message());
@@ -178,6 +198,11 @@ impl Task {
                     Some(order) => send(to_server, self.take(order)),
                     None => return End::Over,
                 },
+                () = &mut tidy, if !self.spent.is_empty() => {
+                    for id in self.spent.drain(..) {
+                        send(to_server, Some(cancel(id)));
+                    }
+                }
                 changed = self.given_up.changed() => return if changed.is_ok() { End::Broken } else { End::Over },
             }
         }
@@ -217,8 +242,13 @@ impl Task {
             return None;
         }
         let _ = tell.send(Note::Happened);
-        self.watches.remove(&id);
-        Some(cancel(id))
+        let (request, _) = self.watches.remove(&id)?;
+        if !request.range_end.is_empty() {
+            // Of several keys there would be more to tell.
+            return Some(cancel(id));
+        }
+        self.spent.push(id);
+        None
     }
 }
 

@@ -116,7 +116,15 @@ pub(crate) trait Ordered: Send + Sync + 'static {
 
     /// Looks ahead again, and makes sure in the same step that the own entry still stands: the answer is the store's word,
     /// not that of a replica which may be behind. `None` when the entry is gone.
-    fn look(&self, claim: &Claim, place: &Place) -> impl Future<Output = Result<Option<View>>> + Send;
+    ///
+    /// `after` is the entry whose end was waited for. If its last word says that it held, nobody is ahead any more, and the
+    /// store need not go through a long line to see that.
+    fn look(
+        &self,
+        claim: &Claim,
+        place: &Place,
+        after: Option<&Entry>,
+    ) -> impl Future<Output = Result<Option<View>>> + Send;
 
     /// Resolves when what is waited for has happened since the view. It may resolve too early, never too late.
     fn wait(&self, name: &Name, until: Until<'_>, as_of: u64) -> impl Future<Output = Result<()>> + Send;
@@ -130,7 +138,10 @@ pub(crate) trait Ordered: Send + Sync + 'static {
 
     /// Removes this client's own entry. Without a seat its answer was never seen: the store finds it by the owner, and makes
     /// sure that the request, should it still be under way, creates nothing any more.
-    fn leave(&self, hold: &Hold) -> impl Future<Output = Result<Left>> + Send;
+    ///
+    /// With a place in `held` the entry held for itself alone, and others are likely to wait: the store may leave word of that, in the
+    /// same step, for the [look](Self::look) of the next one.
+    fn leave(&self, hold: &Hold, held: Option<&Place>) -> impl Future<Output = Result<Left>> + Send;
 
     /// Until when the store keeps the session, by its last word: when the last heartbeat that was answered was *sent*, plus
     /// the length of the session. In the past when it has ended.
@@ -224,6 +235,8 @@ struct Held {
     place: Place,
     /// The store reported that the entry is gone.
     gone: bool,
+    /// It holds for itself alone, and had to wait for that: probably others wait now.
+    alone_after_a_wait: bool,
 }
 
 type Key = (Owner, Name);
@@ -263,6 +276,7 @@ impl<S: Ordered> AheadEngine<S> {
     async fn queue(&self, claim: &Claim, wait: bool, place: &Place, first: View) -> Result<Option<Turn>> {
         let mut view = first;
         let mut waited = false;
+        let mut after = None;
         loop {
             let until = match blocked(&view.ahead, claim.mode) {
                 Ok(until) => until,
@@ -279,7 +293,7 @@ impl<S: Ordered> AheadEngine<S> {
                         return Ok(None);
                     }
                     if let Some(grant) = self.grant(claim, place, view.asked) {
-                        return Ok(Some(Turn::Holds(grant)));
+                        return Ok(Some(Turn::Holds { grant, waited }));
                     }
                     // The last word of the session is old. Only a new one makes a lease.
                     if persist(wait, || self.store.beat(place.session)).await?.is_none() {
@@ -292,6 +306,10 @@ impl<S: Ordered> AheadEngine<S> {
                 }
                 Some(until) => {
                     waited = true;
+                    after = match until {
+                        Until::Gone(entry) => Some(entry.clone()),
+                        Until::Passed(_) | Until::AnyGone(_) => None,
+                    };
                     let told = tokio::select! {
                         told = self.store.wait(&claim.name, until, view.as_of) => told,
                         () = self.store.ended(place.session) => Ok(()),
@@ -302,7 +320,7 @@ impl<S: Ordered> AheadEngine<S> {
                     }
                 }
             }
-            match persist(wait, || self.store.look(claim, place)).await? {
+            match persist(wait, || self.store.look(claim, place, after.as_ref())).await? {
                 Some(new) => view = new,
                 None => return Ok(None),
             }
@@ -324,14 +342,15 @@ impl<S: Ordered> AheadEngine<S> {
 
     async fn step_out(&self, claim: &Claim, place: &Place) -> Result<()> {
         let grant = Grant::new(Token::new(place.token), claim.mode, Moment::default(), place.seat);
-        self.store.leave(&Hold::of(claim, Some(&grant))).await.map(drop)
+        self.store.leave(&Hold::of(claim, Some(&grant)), None).await.map(drop)
     }
 
-    fn remember(&self, claim: &Claim, place: Place) {
+    fn remember(&self, claim: &Claim, place: Place, waited: bool) {
+        let alone_after_a_wait = waited && claim.mode == Mode::Exclusive;
         let key = (claim.owner, claim.name.clone());
         let due = self.clock().now().after(LONG_HOLD);
         let token = place.token;
-        lock(&self.held).insert(key.clone(), Held { place, gone: false });
+        lock(&self.held).insert(key.clone(), Held { place, gone: false, alone_after_a_wait });
         self.watch_from(due, key, token);
     }
 
@@ -381,12 +400,13 @@ impl<S: Ordered> AheadEngine<S> {
         let now = self.clock().now();
         let mut young = lock(&self.young);
         let mut ready = Vec::new();
-        while let Some((due, ..)) = young.front() {
-            if *due > now {
+        while let Some((due, key, token)) = young.front() {
+            // Most have been released by now, and need not be waited for.
+            let held = lock(&self.held).get(key).filter(|held| held.place.token == *token).cloned();
+            if held.is_some() && *due > now {
                 return (ready, *due);
             }
-            let Some((_, key, token)) = young.pop_front() else { break };
-            let held = lock(&self.held).get(&key).filter(|held| held.place.token == token).cloned();
+            let Some((_, key, _)) = young.pop_front() else { break };
             ready.extend(held.map(|held| (key, held.place)));
         }
         (ready, Moment::NEVER)
@@ -435,7 +455,7 @@ impl<S: Ordered> AheadEngine<S> {
 
 /// Where the wait has led.
 enum Turn {
-    Holds(Grant),
+    Holds { grant: Grant, waited: bool },
     Busy,
 }
 
@@ -514,8 +534,8 @@ impl<S: Ordered> Engine for AheadEngine<S> {
         loop {
             let Joined::In(place, view) = joined else { return Ok(None) };
             match self.queue(claim, wait, &place, view).await? {
-                Some(Turn::Holds(grant)) => {
-                    self.remember(claim, place);
+                Some(Turn::Holds { grant, waited }) => {
+                    self.remember(claim, place, waited);
                     return Ok(Some(grant));
                 }
                 Some(Turn::Busy) => return Ok(None),
@@ -545,7 +565,8 @@ impl<S: Ordered> Engine for AheadEngine<S> {
         if known.as_ref().is_some_and(|held| held.gone) {
             return Ok(Release::NotHeld);
         }
-        Ok(match self.store.leave(hold).await? {
+        let held = known.filter(|held| held.alone_after_a_wait).map(|held| held.place);
+        Ok(match self.store.leave(hold, held.as_ref()).await? {
             Left::Gone | Left::Perhaps if hold.seat.is_some() => Release::Freed,
             Left::Gone => Release::Withdrawn,
             Left::Nothing | Left::Perhaps => Release::NotHeld,

@@ -17,7 +17,7 @@ mod settings;
 
 use self::line::Line;
 use self::path::{Recipe, entry_prefix};
-use self::session::{Session, lock};
+use self::session::{Creating, Session, lock};
 use self::settings::Settings;
 use super::line::ahead::{self, AheadEngine, Entry, Joined, Left, Ordered, Place, Until, View};
 use super::{Capability, Purpose};
@@ -166,9 +166,15 @@ impl Store {
         let options = CreateMode::EphemeralSequential.with_acls(self.settings.acls);
         let container = CreateMode::Container.with_acls(self.settings.acls);
         let sent = Clock::Boot.now();
-        // Requests are sent when they are made, in this order, whenever their answers are awaited.
+        // Requests are sent in this order, whenever their answers are awaited.
         let making = (!session.knows(directory)).then(|| client.create(directory, &[], &container));
-        let creating = client.create(&prefix, &data, &options);
+        let creating = Creating::send(session, (claim.owner, directory.to_owned()), {
+            let client = Arc::clone(&client);
+            async move {
+                let (stat, sequence) = client.create(&prefix, &data, &options).await?;
+                Ok((stat.czxid.cast_unsigned(), format!("{prefix}{sequence}")))
+            }
+        });
         let after = session.number();
         // Many who join at once share what they read; one alone reads right away.
         let reading = session.reads(directory);
@@ -198,11 +204,9 @@ impl Store {
             Ok(line)
         })
         .await;
-        let (stat, sequence) = created?;
+        let (token, path) = created?;
         session.heard(sent);
-        let token = stat.czxid.cast_unsigned();
-        let path = format!("{prefix}{sequence}");
-        session.add(token, path.clone());
+        session.add(token, (claim.owner, directory.to_owned()), path.clone());
         let key = path[directory.len() + 1..].to_owned();
         let place = Place { key, order: token, token, session: session.id, seat: token };
         Ok(Created { place, line: line.ok(), sent })
@@ -285,7 +289,9 @@ impl Store {
             return Ok(None);
         }
         let token = stat.czxid.cast_unsigned();
-        session.add(token, path);
+        let claimed = (claim.owner, directory.to_owned());
+        drop(session.unheard(&claimed));
+        session.add(token, claimed, path);
         let place = Place { key: entry, order: token, token, session: session.id, seat: token };
         let line = self.without_remains(session, claim.owner, &place, directory, line).await?;
         Ok(self.view(session, claim, &place, directory, line, asked).await?.map(|view| Joined::In(place, view)))
@@ -361,9 +367,26 @@ impl Store {
         }
     }
 
+    /// As [`stat`](Store::stat), with the data.
+    async fn data(&self, session: &Session, path: String) -> Result<Option<(Vec<u8>, Stat)>> {
+        loop {
+            let client = session.client()?;
+            match client.get_data(&path).await {
+                Ok(found) => return Ok(Some(found)),
+                Err(Fault::NoNode) => return Ok(None),
+                Err(fault) if fault::is_lost(&fault) => {}
+                Err(fault) => return Err(fault::error(&fault, false)),
+            }
+        }
+    }
+
     /// Deletes a node, however often the connection is lost meanwhile.
     async fn delete(&self, session: &Session, path: &str) -> Result<Left> {
-        let mut repeated = false;
+        self.delete_again(session, path, false).await
+    }
+
+    /// As [`delete`](Store::delete); an earlier attempt, whose answer was lost, may have deleted it.
+    async fn delete_again(&self, session: &Session, path: &str, mut repeated: bool) -> Result<Left> {
         loop {
             let client = session.client()?;
             match client.delete(path, None).await {
@@ -376,14 +399,43 @@ impl Store {
         }
     }
 
-    async fn leave_known(&self, session: &Arc<Session>, seat: u64, path: &str) -> Result<Left> {
+    /// Deletes the entry of one that held, and says so in the same step: its name becomes the data of the directory.
+    async fn delete_with_last_word(&self, session: &Session, path: &str) -> Result<Left> {
+        let Some((directory, name)) = path.rsplit_once('/') else { return self.delete(session, path).await };
+        let client = session.client()?;
+        let outcome = async {
+            let mut writer = client.new_multi_writer();
+            writer.add_delete(path, None)?;
+            writer.add_set_data(directory, name.as_bytes(), None)?;
+            writer.commit().await.map_err(Fault::from)
+        };
+        match outcome.await {
+            Ok(_) => Ok(Left::Gone),
+            // The word is a favour; the directory may belong to somebody who does not want it.
+            Err(fault) => self.delete_again(session, path, fault::is_lost(&fault)).await,
+        }
+    }
+
+    /// Whether the last word of a holder of this line was that of the given entry, and the own entry stands.
+    async fn is_next(&self, session: &Session, directory: &str, place: &Place, after: &Entry) -> bool {
+        let Ok(client) = session.client() else { return false };
+        let own = format!("{directory}/{}", place.key);
+        let (said, stands) = join(client.get_data(directory), client.check_stat(&own)).await;
+        matches!(said, Ok((name, _)) if name == after.key.as_bytes()) && matches!(stands, Ok(Some(_)))
+    }
+
+    async fn leave_known(&self, session: &Arc<Session>, seat: u64, path: &str, held: bool) -> Result<Left> {
         let left = if session.is_over() {
             // It is gone or about to go; another session makes sure.
             let other = self.some_session().await?;
             self.delete(&other, path).await?
         } else {
             let sent = Clock::Boot.now();
-            let left = self.delete(session, path).await?;
+            let left = if held {
+                self.delete_with_last_word(session, path).await?
+            } else {
+                self.delete(session, path).await?
+            };
             session.heard(sent);
             left
         };
@@ -400,6 +452,23 @@ impl Store {
             Some(session) => session,
             None => self.some_session().await?,
         };
+        let claimed = (hold.owner, directory.clone());
+        let answers: Result<Vec<_>, Fault> = join_all(session.unheard(&claimed)).await.into_iter().collect();
+        let mut known = session.entries_of(&claimed);
+        // Where every answer came, and there was no older session, this is all there is of the claim.
+        if let Ok(heard) = answers
+            && lock(&self.all).over.is_empty()
+        {
+            known.extend(heard);
+            let mut left = Left::Nothing;
+            for (czxid, path) in &known {
+                left = self.delete(&session, path).await?;
+                session.remove(*czxid);
+            }
+            if !known.is_empty() {
+                return Ok(left);
+            }
+        }
         let line = Line::of(self.list_now(&session, &directory).await?);
         let mut left = Left::Nothing;
         for entry in line.of_owner(hold.owner) {
@@ -425,21 +494,15 @@ impl Store {
 
     /// The entries of a line with all that is known of them.
     async fn read(&self, session: &Session, directory: &str, line: Line) -> Result<Vec<Entry>> {
-        let client = session.client()?;
-        let asked: Vec<_> = line.names().map(|name| client.get_data(&format!("{directory}/{name}"))).collect();
+        let asked = line.names().map(|name| self.data(session, format!("{directory}/{name}")));
         let mut entries = Vec::new();
         for (entry, answer) in line.entries().zip(join_all(asked).await) {
-            match answer {
-                Ok((data, stat)) => {
-                    let (entry, lease) = line::entry(entry, &data, &stat);
-                    if let Some(lease) = lease {
-                        self.note_lease(entry.session, lease);
-                    }
-                    entries.push(entry);
-                }
-                Err(Fault::NoNode) => {}
-                Err(fault) => return Err(fault::error(&fault, false)),
+            let Some((data, stat)) = answer? else { continue };
+            let (entry, lease) = line::entry(entry, &data, &stat);
+            if let Some(lease) = lease {
+                self.note_lease(entry.session, lease);
             }
+            entries.push(entry);
         }
         // Of entries that are there at the same time, an older one is ahead.
         entries.sort_by_key(|entry| entry.token);
@@ -563,13 +626,18 @@ impl Ordered for Store {
         self.patiently(attempts).await
     }
 
-    async fn look(&self, claim: &Claim, place: &Place) -> Result<Option<View>> {
+    async fn look(&self, claim: &Claim, place: &Place, after: Option<&Entry>) -> Result<Option<View>> {
         let Some(session) = self.session(place.session).filter(|session| !session.is_over()) else { return Ok(None) };
         session.care();
         let directory = self.directory(&claim.name);
         let asked = Clock::Boot.now();
-        if session.is_first(place.seat) {
-            // That the own entry stands is the session's word; if somebody took it away just now, the holder is told.
+        // Where the only one ahead is gone, that the own entry stands is the session's word; if somebody took it away just now, the
+        // holder is told.
+        let mut first = session.is_first(place.seat);
+        if let (false, Some(after)) = (first, after) {
+            first = self.is_next(&session, &directory, place, after).await;
+        }
+        if first {
             return Ok(Some(View { ahead: Vec::new(), as_of: session.id, asked }));
         }
         let line = Arc::new(Line::of(self.list(&session, &directory).await?));
@@ -629,13 +697,15 @@ impl Ordered for Store {
         }
     }
 
-    async fn leave(&self, hold: &Hold) -> Result<Left> {
+    async fn leave(&self, hold: &Hold, held: Option<&Place>) -> Result<Left> {
         let known = hold.seat.and_then(|seat| {
             let all = lock(&self.all);
             all.open.iter().find_map(|session| Some((Arc::clone(session), seat, session.path_of(seat)?)))
         });
         match known {
-            Some((session, seat, path)) => self.patiently(self.leave_known(&session, seat, &path)).await,
+            Some((session, seat, path)) => {
+                self.patiently(self.leave_known(&session, seat, &path, held.is_some())).await
+            }
             None => self.patiently(self.leave_by_owner(hold)).await,
         }
     }

@@ -6,13 +6,15 @@
 use super::fault;
 use super::line::Line;
 use super::settings::Settings;
-use crate::{Clock, Error, ErrorKind, Moment, Result};
+use crate::{Clock, Error, ErrorKind, Moment, Owner, Result};
 use async_executor::Executor;
 use std::collections::{HashMap, HashSet};
+use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
-use zookeeper_client::{Client, SessionState};
+use zookeeper_client::{Client, Error as Fault, SessionState};
 
 /// Where sessions live: what is spawned here is run by one thread, which also waits for the network on their behalf.
 static HOME: Executor<'static> = Executor::new();
@@ -77,14 +79,80 @@ pub(super) struct Session {
     beating: tokio::sync::Mutex<()>,
     /// Directories that were seen to exist.
     directories: Mutex<HashSet<String>>,
-    /// This session's entries, by their czxid.
-    entries: Mutex<HashMap<u64, String>>,
+    entries: Mutex<Entries>,
     /// Who is second in line, by its czxid: the path of the one ahead, and whether that one is gone.
     seconds: Mutex<HashMap<u64, (String, bool)>>,
     /// Numbers requests, so that it is known which of two was sent first.
     sent: AtomicU64,
     /// Who is about to read which directory.
     reads: Mutex<HashMap<String, Arc<Reads>>>,
+    /// Requests to create an entry whose answers nobody has heard: their claims were given up before, or the connection broke.
+    unheard: Mutex<HashMap<Claimed, Vec<Answer>>>,
+}
+
+/// The entries of a session.
+#[derive(Default)]
+struct Entries {
+    /// By their czxid: whose, and the path.
+    all: HashMap<u64, (Claimed, String)>,
+    /// Mostly one each.
+    by_claim: HashMap<Claimed, Vec<u64>>,
+}
+
+/// Whose entry, and in which directory.
+pub(super) type Claimed = (Owner, String);
+
+/// The czxid and the path of a new entry, when it is there.
+type Answer = Pin<Box<dyn Future<Output = std::result::Result<(u64, String), Fault>> + Send>>;
+
+/// A request to create an entry. Dropped before it is answered, it leaves the answer to whoever removes the entry, who then need
+/// not search for it.
+pub(super) struct Creating<'a> {
+    session: &'a Session,
+    claimed: Claimed,
+    /// `None` when it was told.
+    answer: Option<Answer>,
+}
+
+impl<'a> Creating<'a> {
+    /// Sends the request: that is what its future does first.
+    pub(super) fn send<F>(session: &'a Session, claimed: Claimed, request: F) -> Self
+    where
+        F: Future<Output = std::result::Result<(u64, String), Fault>> + Send + 'static,
+    {
+        let mut answer: Answer = Box::pin(request);
+        if let Poll::Ready(told) = answer.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+            answer = Box::pin(std::future::ready(told));
+        }
+        Self { session, claimed, answer: Some(answer) }
+    }
+}
+
+impl Future for Creating<'_> {
+    type Output = std::result::Result<(u64, String), Fault>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let Some(answer) = &mut self.answer else { return Poll::Pending };
+        let told = ready!(answer.as_mut().poll(context));
+        self.answer = None;
+        match &told {
+            // Perhaps it has created one.
+            Err(fault) if fault::is_lost(fault) => {
+                self.session.leave_unheard(&self.claimed, Box::pin(std::future::ready(told.clone())))
+            }
+            // Nothing has come of earlier attempts, or this one would not have been made.
+            _ => drop(self.session.unheard(&self.claimed)),
+        }
+        Poll::Ready(told)
+    }
+}
+
+impl Drop for Creating<'_> {
+    fn drop(&mut self) {
+        if let Some(answer) = self.answer.take() {
+            self.session.leave_unheard(&self.claimed, answer);
+        }
+    }
 }
 
 impl Session {
@@ -123,6 +191,7 @@ impl Session {
             seconds: Mutex::default(),
             sent: AtomicU64::new(0),
             reads: Mutex::default(),
+            unheard: Mutex::default(),
         });
         session.care();
         home()?.spawn(attend(Arc::downgrade(&session))).detach();
@@ -180,27 +249,32 @@ impl Session {
         if self.last_heard() >= wanted {
             return Ok(Some(self.last_heard()));
         }
-        let Ok(client) = self.client() else { return Ok(None) };
-        let sent = Clock::Boot.now();
-        let outcome = {
-            let mut writer = client.new_multi_writer();
-            writer.add_check_version("/", -1).map_err(|fault| fault::error(&fault, false))?;
-            writer.commit().await
-        };
-        match outcome.map_err(zookeeper_client::Error::from) {
-            Err(fault) if fault::is_over(&fault) => Ok(None),
-            Err(fault) if fault::is_lost(&fault) => Err(fault::error(&fault, true)),
-            // Whatever it says, the leader has said it.
-            _ => {
-                self.heard(sent);
-                Ok(Some(sent))
+        let mut repeated = false;
+        loop {
+            let Ok(client) = self.client() else { return Ok(None) };
+            let sent = Clock::Boot.now();
+            let outcome = {
+                let mut writer = client.new_multi_writer();
+                writer.add_check_version("/", -1).map_err(|fault| fault::error(&fault, false))?;
+                writer.commit().await
+            };
+            match outcome.map_err(Fault::from) {
+                Err(fault) if fault::is_over(&fault) => return Ok(None),
+                // Sent again, it waits until there is a connection: who only tries is not told of one that was lost meanwhile.
+                Err(fault) if fault::is_lost(&fault) && !repeated => repeated = true,
+                Err(fault) if fault::is_lost(&fault) => return Err(fault::error(&fault, true)),
+                // Whatever it says, the leader has said it.
+                _ => {
+                    self.heard(sent);
+                    return Ok(Some(sent));
+                }
             }
         }
     }
 
     /// Entries that wait or hold depend on it.
     pub(super) fn is_in_use(&self) -> bool {
-        !lock(&self.entries).is_empty()
+        !lock(&self.entries).all.is_empty()
     }
 
     pub(super) fn knows(&self, directory: &str) -> bool {
@@ -221,13 +295,31 @@ impl Session {
         lock(&self.directories).remove(directory);
     }
 
-    pub(super) fn add(&self, czxid: u64, path: String) {
-        lock(&self.entries).insert(czxid, path);
+    pub(super) fn add(&self, czxid: u64, claimed: Claimed, path: String) {
+        let mut entries = lock(&self.entries);
+        entries.by_claim.entry(claimed.clone()).or_default().push(czxid);
+        entries.all.insert(czxid, (claimed, path));
     }
 
     pub(super) fn remove(&self, czxid: u64) {
-        lock(&self.entries).remove(&czxid);
+        let mut entries = lock(&self.entries);
+        if let Some((claimed, _)) = entries.all.remove(&czxid)
+            && let Some(of_claim) = entries.by_claim.get_mut(&claimed)
+        {
+            of_claim.retain(|other| *other != czxid);
+            if of_claim.is_empty() {
+                entries.by_claim.remove(&claimed);
+            }
+        }
+        drop(entries);
         lock(&self.seconds).remove(&czxid);
+    }
+
+    /// The entries of a claim that are known, by their czxid.
+    pub(super) fn entries_of(&self, claimed: &Claimed) -> Vec<(u64, String)> {
+        let entries = lock(&self.entries);
+        let known = entries.by_claim.get(claimed).into_iter().flatten();
+        known.filter_map(|czxid| Some((*czxid, entries.all.get(czxid)?.1.clone()))).collect()
     }
 
     /// There is one entry ahead, and no other.
@@ -248,7 +340,16 @@ impl Session {
     }
 
     pub(super) fn path_of(&self, czxid: u64) -> Option<String> {
-        lock(&self.entries).get(&czxid).cloned()
+        lock(&self.entries).all.get(&czxid).map(|(_, path)| path.clone())
+    }
+
+    /// Takes the answers that a claim has not heard.
+    pub(super) fn unheard(&self, claimed: &Claimed) -> Vec<Answer> {
+        lock(&self.unheard).remove(claimed).unwrap_or_default()
+    }
+
+    fn leave_unheard(&self, claimed: &Claimed, answer: Answer) {
+        lock(&self.unheard).entry(claimed.clone()).or_default().push(answer);
     }
 
     /// The next number of a request: taken after a write was sent, and before a read is.

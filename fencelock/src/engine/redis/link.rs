@@ -151,7 +151,8 @@ impl Link {
         if let Some(open) = self.current() {
             return Ok(open);
         }
-        let open = self.connect().await?;
+        // In a box: everybody passes here, and hardly anybody connects.
+        let open = Box::pin(self.connect()).await?;
         *self.open.lock().unwrap_or_else(PoisonError::into_inner) = Some(open.clone());
         Ok(open)
     }

@@ -380,7 +380,7 @@ impl Engine for RedisEngine {
     async fn acquire(&self, claim: &Claim, wait: bool) -> Result<Option<Grant>> {
         let op = self.claim_op(claim, wait);
         if !self.nodes.is_announced(claim.ttl) {
-            self.nodes.announce(&op.key, claim.ttl).await.map_err(told)?;
+            Box::pin(self.nodes.announce(&op.key, claim.ttl)).await.map_err(told)?;
         }
         let breaks = if wait { self.waiting().breaks } else { 0 };
         let answer = self.nodes.submit(&op).await.map_err(told)?;

@@ -251,15 +251,16 @@ fn an_answer_that_comes_before_the_end_of_the_body_does_not_end_the_request() {
 
 #[test]
 fn an_upload_that_the_upstream_stops_to_take_after_its_answer_is_cut_off() {
-    for arguments in [["--drain", "100ms"], ["--timeout", "200ms"]] {
+    for arguments in [&["--drain", "100ms"][..], &["--timeout", "200ms", "--drain", "60s"]] {
         let (open, more) = gates::<()>();
-        let scene = Scene::new(&arguments, move |number, mut caller| {
+        let scene = Scene::new(arguments, move |number, mut caller| {
             if number > 0 {
                 return caller.go_on();
             }
             caller.head();
             caller.say(KEPT);
-            wait(&more);
+            // For longer than the client would wait.
+            let _ = more.lock().unwrap().recv();
         });
         let length = 100 << 20;
         let mut old = web::begin(&scene.gate.address, "PUT", "/a", &[("Fencing-Token", "1")], Some(length)).unwrap();
@@ -282,6 +283,8 @@ fn an_answer_that_does_not_get_on_is_cut_off() {
                 return caller.go_on();
             }
             caller.request();
+            // Waits for longer than the client would.
+            caller.stream.set_read_timeout(None).unwrap();
             caller.say(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n");
             let piece = vec![b'x'; if client_reads { 1 } else { 1 << 20 }];
             while caller.stream.write_all(&piece).is_ok() && !client_reads {}

@@ -5,8 +5,8 @@ use super::wire::Rest;
 use hyper::body::{Body as HttpBody, Bytes, Frame, Incoming, SizeHint};
 use std::future::poll_fn;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use tokio::time::{Instant, Sleep};
@@ -42,6 +42,24 @@ impl HttpBody for Body {
             Body::Own(text) => SizeHint::with_exact(text.as_ref().map_or(0, |text| text.len() as u64)),
             Body::Relayed(relay) => relay.size_hint(),
         }
+    }
+}
+
+type Cut = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+/// What a client's connection and the answer on it share. While the client takes nothing, nobody asks the answer for more, nor whether it was cut
+/// off; so the connection asks here.
+#[derive(Default)]
+pub(crate) struct Leash(Mutex<Option<Cut>>);
+
+impl Leash {
+    /// Resolves when the answer that is on its way was cut off.
+    pub(crate) fn poll_cut(&self, cx: &mut Context<'_>) -> Poll<()> {
+        self.lock().as_mut().map_or(Poll::Pending, |cut| cut.as_mut().poll(cx))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Cut>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -113,7 +131,7 @@ pub(crate) struct Relay {
     /// The request is not over while its bodies stream.
     flight: Option<Flight>,
     /// Made when there is something to wait for.
-    cut: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
+    cut: Option<Cut>,
     left: u64,
     patience: Duration,
     /// Runs while nothing comes.
@@ -122,6 +140,9 @@ pub(crate) struct Relay {
     course: Option<Arc<Course>>,
     /// Of an answer: the connection that it comes from, until it has done all that the request needs.
     rest: Option<Rest>,
+    /// Of an answer: that of the client's connection, and whether it holds this one.
+    leash: Option<Arc<Leash>>,
+    leashed: bool,
     ended: bool,
     failed: bool,
     /// Nobody wants it any more.
@@ -162,6 +183,8 @@ impl Relay {
             stalled: None,
             course: None,
             rest: None,
+            leash: None,
+            leashed: false,
             ended,
             failed: false,
             alone: false,
@@ -171,6 +194,19 @@ impl Relay {
     fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let Some(flight) = &self.flight else { return Poll::Pending };
         self.cut.get_or_insert_with(|| Box::pin(flight.cut())).as_mut().poll(cx)
+    }
+
+    /// Of an answer: the connection that it leaves by.
+    pub(crate) fn leave_by(&mut self, leash: Arc<Leash>) {
+        self.leash = Some(leash);
+    }
+
+    /// From here on the client may keep the answer waiting. Short ones never come here.
+    fn put_on_leash(&mut self) {
+        if let (Some(leash), Some(flight), false) = (&self.leash, &self.flight, self.leashed) {
+            *leash.lock() = Some(Box::pin(flight.cut()));
+            self.leashed = true;
+        }
     }
 
     fn fail(&mut self, reason: Reason) {
@@ -251,6 +287,8 @@ impl HttpBody for Relay {
         this.left = left;
         if ended {
             this.end();
+        } else {
+            this.put_on_leash();
         }
         Poll::Ready(Some(Ok(frame)))
     }
@@ -266,6 +304,9 @@ impl HttpBody for Relay {
 
 impl Drop for Relay {
     fn drop(&mut self) {
+        if let Some(leash) = self.leash.take().filter(|_| self.leashed) {
+            *leash.lock() = None;
+        }
         // The upstream is still at work: on an answer that a newer token has to wait for, or on an upload that it answered before its end.
         let at_work = if self.ended { self.rest.is_some() } else { self.flight.is_some() };
         if self.course.is_some() || self.failed || self.alone || !at_work {

@@ -16,6 +16,7 @@ use crate::args::Volume;
 use crate::exit::{Exit, Failure, UNAVAILABLE};
 use crate::signals::Signals;
 use admit::Admission;
+use body::{Body, Leash};
 use clap::Args;
 use fencelock::parse_duration;
 use hyper::Uri;
@@ -34,6 +35,7 @@ use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use rustls::{ClientConfig, RootCertStore};
 use std::convert::Infallible;
+use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -384,9 +386,17 @@ fn serve(
     let patience = gate.patience;
     let peer = HeaderValue::try_from(peer.ip().to_canonical().to_string());
     let peer = peer.unwrap_or_else(|_| HeaderValue::from_static("unknown"));
+    let leash = Arc::<Leash>::default();
+    let answers = Arc::clone(&leash);
     let service = service_fn(move |request| {
-        let (gate, peer) = (Arc::clone(&gate), peer.clone());
-        async move { Ok::<_, Infallible>(gate.handle(request, peer).await) }
+        let (gate, peer, leash) = (Arc::clone(&gate), peer.clone(), Arc::clone(&answers));
+        async move {
+            let mut response = gate.handle(request, peer).await;
+            if let Body::Relayed(relay) = response.body_mut() {
+                relay.leave_by(leash);
+            }
+            Ok::<_, Infallible>(response)
+        }
     });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
@@ -397,8 +407,13 @@ fn serve(
         .serve_connection(TokioIo::new(stream), service);
     let connection = graceful.watch(connection);
     async move {
-        // A client that went away, or spoke something else than HTTP; hyper has answered what can be answered.
-        let _ = connection.await;
+        tokio::select! {
+            // In this order: an answer that is being written puts itself on the leash.
+            biased;
+            // A client that went away, or spoke something else than HTTP; hyper has answered what can be answered.
+            _ = connection => {}
+            () = poll_fn(|cx| leash.poll_cut(cx)) => {}
+        }
     }
 }
 

@@ -234,6 +234,8 @@ fn an_answer_that_comes_before_the_end_of_the_body_does_not_end_the_request() {
         caller.head();
         caller.say(KEPT);
         let _ = arrived.send(caller.body(10));
+        // A connection that is closed just when the next request is sent would be another story.
+        caller.go_on();
     });
     let mut old = web::begin(&scene.gate.address, "PUT", "/a", &[("Fencing-Token", "1")], Some(10)).unwrap();
     old.write_all(b"01234").unwrap();
@@ -249,15 +251,16 @@ fn an_answer_that_comes_before_the_end_of_the_body_does_not_end_the_request() {
 
 #[test]
 fn an_upload_that_the_upstream_stops_to_take_after_its_answer_is_cut_off() {
-    for arguments in [["--drain", "100ms"], ["--timeout", "200ms"]] {
+    for arguments in [&["--drain", "100ms"][..], &["--timeout", "200ms", "--drain", "60s"]] {
         let (open, more) = gates::<()>();
-        let scene = Scene::new(&arguments, move |number, mut caller| {
+        let scene = Scene::new(arguments, move |number, mut caller| {
             if number > 0 {
                 return caller.go_on();
             }
             caller.head();
             caller.say(KEPT);
-            wait(&more);
+            // For longer than the client would wait.
+            let _ = more.lock().unwrap().recv();
         });
         let length = 100 << 20;
         let mut old = web::begin(&scene.gate.address, "PUT", "/a", &[("Fencing-Token", "1")], Some(length)).unwrap();
@@ -267,6 +270,34 @@ fn an_upload_that_the_upstream_stops_to_take_after_its_answer_is_cut_off() {
         assert_eq!(scene.put(2).status, 200, "{arguments:?}");
         assert!(upload.join().unwrap().is_err(), "the old upload never came to its end");
         open.send(()).unwrap();
+    }
+}
+
+#[test]
+fn an_answer_that_does_not_get_on_is_cut_off() {
+    // The upstream falls silent in the middle of its answer; or the client takes nothing of an answer that does not end.
+    for client_reads in [true, false] {
+        let (closed, told) = channel();
+        let scene = Scene::new(&["--drain", "100ms"], move |number, mut caller| {
+            if number > 0 {
+                return caller.go_on();
+            }
+            caller.request();
+            // Waits for longer than the client would.
+            caller.stream.set_read_timeout(None).unwrap();
+            caller.say(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n");
+            let piece = vec![b'x'; if client_reads { 1 } else { 1 << 20 }];
+            while caller.stream.write_all(&piece).is_ok() && !client_reads {}
+            let _ = closed.send(caller.stream.read(&mut [0]));
+        });
+        let old = web::begin(&scene.gate.address, "GET", "/a", &[("Fencing-Token", "1")], Some(0)).unwrap();
+        assert_eq!(old.peek(&mut [0]).unwrap(), 1, "the answer has begun");
+        let mut reader = old.try_clone().unwrap();
+        let reader = client_reads.then(|| std::thread::spawn(move || web::answer(&mut reader)));
+        assert_eq!(scene.put(2).status, 200, "client reads: {client_reads}");
+        let closed = told.recv_timeout(DEADLINE).unwrap();
+        assert!(matches!(closed, Ok(0) | Err(_)), "the upstream's connection was closed");
+        assert!(reader.is_none_or(|reader| reader.join().unwrap().is_err()), "the answer does not look whole");
     }
 }
 

@@ -9,8 +9,10 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A waiter that was told nothing looks at least this often.
+/// A waiter that was told nothing looks at least this often; the first in line, and those close to it, more often: whoever is ahead may
+/// have been handed the lock and do nothing about it.
 const RECHECK: Duration = Duration::from_secs(5);
+const FIRST_RECHECK: Duration = Duration::from_secs(1);
 /// How long after the first node handed the lock over the others may take.
 const GRACE: Duration = Duration::from_millis(20);
 /// So often a claim that does not wait tries again when nobody won.
@@ -215,7 +217,8 @@ impl Candidate<'_> {
         let free = spans.get(self.engine.council.majority - 1).or(spans.last()).copied().unwrap_or(RECHECK);
         // Those ahead may be dead: then the first who lives looks first, and a moment later the next ones do.
         let turn = Duration::from_millis((30 * most_ahead).min(900));
-        (free + turn).min(RECHECK) + Duration::from_micros(1_000 + random() % 4_000)
+        let often = RECHECK.min(FIRST_RECHECK * u32::try_from(most_ahead + 1).unwrap_or(u32::MAX));
+        (free + turn).min(often) + Duration::from_micros(1_000 + random() % 4_000)
     }
 
     async fn wait(mut self, mut expected: Expected) -> Result<Grant> {

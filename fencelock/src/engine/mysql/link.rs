@@ -230,9 +230,10 @@ async fn migrate(conn: &mut Conn) -> Result<(), Fault> {
 
 /// Whether the procedures are there. Those of a later version are an error.
 async fn is_ready(conn: &mut Conn) -> Result<bool, Fault> {
-    let version: Result<Option<i64>, _> = conn.query_first("SELECT MAX(version) FROM fencelock_mark").await;
+    // Somebody may have made the table, and not yet said which version it is.
+    let version: Result<Option<Option<i64>>, _> = conn.query_first("SELECT MAX(version) FROM fencelock_mark").await;
     let version = match version {
-        Ok(version) => version.unwrap_or(0),
+        Ok(version) => version.flatten().unwrap_or(0),
         Err(mysql_async::Error::Server(error)) if error.code == 1146 => 0,
         Err(error) => return Err(fault(error, false)),
     };

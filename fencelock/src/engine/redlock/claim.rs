@@ -107,7 +107,13 @@ impl Candidate<'_> {
                 _ => None,
             };
             self.highest = self.highest.max(seen.unwrap_or(0));
-            self.placed |= matches!(voice.answer, Answer::Waits { .. });
+        }
+        // Nobody is put up with for ever who only once stood behind somebody, be it behind an earlier attempt of the same client.
+        if outcome.voices.iter().any(|voice| matches!(voice.answer, Answer::Waits { .. })) {
+            self.placed = true;
+            self.give_up = Clock::Boot.now().after(self.engine.patience);
+        } else if outcome.voices.iter().any(|voice| !matches!(voice.answer, Answer::Failed(..))) {
+            self.placed = false;
         }
     }
 

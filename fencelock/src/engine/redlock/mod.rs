@@ -15,7 +15,7 @@ mod council;
 mod node;
 mod view;
 
-use self::ballot::{Answer, Code, Op, Outcome, Who};
+use self::ballot::{Answer, Code, Op, Outcome, Voice, Who};
 use self::council::{Council, Quarantine, driver};
 use self::node::Node;
 use self::view::View;
@@ -100,6 +100,50 @@ pub(crate) async fn open(url: &Url, text: &str) -> Result<RedlockEngine> {
     };
     engine.assemble().await.map_err(|error| error.at_engine(&engine.address))?;
     Ok(engine)
+}
+
+/// What is known of a release that took more than one attempt.
+struct Freeing {
+    freed: Vec<bool>,
+    /// These have not answered an attempt: they may have carried it out, or do so as soon as they can be reached.
+    unsure: Vec<bool>,
+    withdrawn: bool,
+}
+
+impl Freeing {
+    fn new(nodes: usize) -> Self {
+        Self { freed: vec![false; nodes], unsure: vec![false; nodes], withdrawn: false }
+    }
+
+    /// Takes in the answers to an attempt that no majority confirmed. `None` when they are too few.
+    fn hear(&mut self, voices: &[Voice], majority: usize) -> Option<Release> {
+        let mut answers = 0;
+        for voice in voices {
+            let earlier = std::mem::replace(&mut self.unsure[voice.node], false);
+            match voice.answer {
+                Answer::Failed(..) => self.unsure[voice.node] = true,
+                Answer::Freed => self.freed[voice.node] = true,
+                // An earlier attempt, whose answer was lost, has done it.
+                Answer::Nothing => self.freed[voice.node] |= earlier,
+                Answer::Withdrawn => self.withdrawn = true,
+                _ => {}
+            }
+            answers += usize::from(!matches!(voice.answer, Answer::Failed(..)));
+        }
+        if answers < majority {
+            return None;
+        }
+        // One that is away, or has not been heard since, may have been the one that completed the majority.
+        let count = |nodes: &[bool]| nodes.iter().filter(|node| **node).count();
+        let (freed, unsure) = (count(&self.freed), count(&self.unsure));
+        Some(if freed > 0 && freed + unsure >= majority {
+            Release::Freed
+        } else if self.withdrawn {
+            Release::Withdrawn
+        } else {
+            Release::NotHeld
+        })
+    }
 }
 
 /// The nodes of a URL, each as `[user:password@]host[:port][/db]`. What the first one has of credentials and the last one of a
@@ -309,37 +353,14 @@ impl Engine for RedlockEngine {
 
     async fn release(&self, hold: &Hold) -> Result<Release> {
         let give_up = Clock::Boot.now().after(self.patience);
-        let nodes = self.council.nodes.len();
-        let (mut freed, mut unsure) = (vec![false; nodes], vec![false; nodes]);
-        let mut withdrawn = false;
+        let mut freeing = Freeing::new(self.council.nodes.len());
         loop {
             let outcome = answered(self.council.submit(self.hold_op(Code::Release, hold))).await?;
             if outcome.won {
                 return Ok(Release::Freed);
             }
-            let mut answers = 0;
-            for voice in &outcome.voices {
-                match voice.answer {
-                    Answer::Failed(_, sent) => unsure[voice.node] |= sent,
-                    Answer::Freed => freed[voice.node] = true,
-                    // An earlier attempt, whose answer was lost, has done it.
-                    Answer::Nothing => freed[voice.node] |= unsure[voice.node],
-                    Answer::Withdrawn => withdrawn = true,
-                    _ => {}
-                }
-                answers += usize::from(!matches!(voice.answer, Answer::Failed(..)));
-            }
-            if answers >= self.council.majority {
-                // A node that is away may have been the one that completed the majority.
-                let failed = outcome.voices.iter().filter(|voice| matches!(voice.answer, Answer::Failed(..))).count();
-                let count = freed.iter().filter(|freed| **freed).count();
-                return Ok(if count > 0 && count + failed >= self.council.majority {
-                    Release::Freed
-                } else if withdrawn {
-                    Release::Withdrawn
-                } else {
-                    Release::NotHeld
-                });
+            if let Some(release) = freeing.hear(&outcome.voices, self.council.majority) {
+                return Ok(release);
             }
             if Clock::Boot.now() >= give_up {
                 let error = self.council.too_few(&outcome.voices);
@@ -400,5 +421,41 @@ impl Engine for RedlockEngine {
             let _ = tokio::time::timeout(self.timeout, self.council.submit(self.inspect_op(&name, 0))).await;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hear(freeing: &mut Freeing, answers: &[(usize, Answer)]) -> Option<Release> {
+        let voices: Vec<Voice> =
+            answers.iter().map(|(node, answer)| Voice { node: *node, votes: true, answer: answer.clone() }).collect();
+        freeing.hear(&voices, 3)
+    }
+
+    fn away() -> Answer {
+        Answer::Failed("away".into(), true)
+    }
+
+    /// The second attempt is decided by those who have nothing to free, before the one is heard whose first answer was lost.
+    #[test]
+    fn a_release_is_not_taken_for_a_loss_because_of_an_answer_that_was_lost() {
+        let mut freeing = Freeing::new(5);
+        let first = [(3, Answer::Freed), (4, Answer::Freed), (0, away()), (1, away()), (2, away())];
+        assert_eq!(hear(&mut freeing, &first), None);
+        let second = [(0, Answer::Nothing), (3, Answer::Nothing), (4, Answer::Nothing)];
+        assert_eq!(hear(&mut freeing, &second), Some(Release::Freed));
+    }
+
+    #[test]
+    fn what_nobody_has_is_lost() {
+        let mut freeing = Freeing::new(5);
+        assert_eq!(hear(&mut freeing, &[(0, away()), (1, away()), (2, Answer::Nothing)]), None);
+        let nothing: Vec<_> = [2, 3, 4].map(|node| (node, Answer::Nothing)).into();
+        assert_eq!(hear(&mut freeing, &nothing), Some(Release::NotHeld), "no node had it");
+        let mut freeing = Freeing::new(5);
+        let others = [(0, Answer::Freed), (1, Answer::Nothing), (2, Answer::Nothing), (3, Answer::Nothing)];
+        assert_eq!(hear(&mut freeing, &others), Some(Release::NotHeld), "a minority had it");
     }
 }

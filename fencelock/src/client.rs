@@ -7,6 +7,7 @@ use crate::primitive::{All, Election, Mutex, RwLock, Semaphore};
 use crate::url::Url;
 use crate::{Claim, Error, ErrorKind, Grant, Hold, Mode, Name, Owner, Renewal, Result, Status};
 use std::fmt;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -210,16 +211,17 @@ impl Client {
         check_max_hold(request.max_hold).map_err(told)?;
         self.0.keeper.ensure().map_err(told)?;
         if request.reenter
-            && let Some(held) = self.borrow(request).await.map_err(told)?
+            && let Some(held) = Box::pin(self.borrow(request)).await.map_err(told)?
         {
             return Ok(Some(held));
         }
-        let keeper = &self.0.keeper;
-        let claim = |wait| keeper.unless_closed(self.claim(request, wait));
+        // Pinned once, and not moved from one future into the next; what is rarely needed is boxed. Thousands of tasks may wait here
+        // at the same time.
+        let claim = pin!(self.claim(request, !matches!(wait, Wait::No)));
+        let claim = self.0.keeper.unless_closed(claim);
         match wait {
-            Wait::No => claim(false).await.map_err(told),
-            Wait::Forever => claim(true).await.map_err(told),
-            Wait::AtMost(span) => match tokio::time::timeout(span, claim(true)).await {
+            Wait::No | Wait::Forever => claim.await.map_err(told),
+            Wait::AtMost(span) => match Box::pin(tokio::time::timeout(span, claim)).await {
                 Ok(answer) => answer.map_err(told),
                 Err(_) => Err(told(Error::new(
                     ErrorKind::Timeout,
@@ -279,7 +281,7 @@ impl Client {
             }
             // The answer took longer than the lease, or the lock was taken away meanwhile: it counts as not acquired, and goes
             // back. After an error the release goes on in the background.
-            let given_back = Ending::new(self.clone(), hold).finish().await;
+            let given_back = Box::pin(Ending::new(self.clone(), hold).finish()).await;
             if !wait {
                 return Ok(None);
             }

@@ -39,7 +39,7 @@ pub(super) fn tag_of(slot: u16) -> String {
 pub(super) const QUEUES: &str = "fencelock:q:";
 
 /// Matches the keys that start with `prefix`.
-pub(super) fn pattern_of(prefix: &str) -> String {
+pub(in crate::engine) fn pattern_of(prefix: &str) -> String {
     let mut pattern = String::with_capacity(prefix.len() + 1);
     for character in prefix.chars() {
         if "*?[]^\\".contains(character) {

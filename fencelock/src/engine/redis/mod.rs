@@ -36,9 +36,11 @@ use self::post::{Answer, Op, Reply, Who};
 #[cfg(feature = "redlock")]
 pub(in crate::engine) use self::{
     address::{connection_info, tls},
+    key::pattern_of,
     link::confirmed,
+    post::Packer,
     target::Target,
-    wire::{News, Wire},
+    wire::{News, Wire, answered},
 };
 use super::{Capability, Engine, Purpose};
 use crate::{

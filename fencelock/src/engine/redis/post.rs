@@ -541,22 +541,22 @@ impl Groups<'_> {
 }
 
 /// Writes a command as the server reads it.
-struct Packer<'a>(&'a mut Vec<u8>);
+pub(in crate::engine) struct Packer<'a>(pub(in crate::engine) &'a mut Vec<u8>);
 
 impl Packer<'_> {
-    fn head(&mut self, mark: char, number: usize) {
+    pub(in crate::engine) fn head(&mut self, mark: char, number: usize) {
         // Writing to a vector cannot fail.
         let _ = write!(self.0, "{mark}{number}\r\n");
     }
 
-    fn text(&mut self, text: &(impl AsRef<[u8]> + ?Sized)) {
+    pub(in crate::engine) fn text(&mut self, text: &(impl AsRef<[u8]> + ?Sized)) {
         let text = text.as_ref();
         self.head('$', text.len());
         self.0.extend_from_slice(text);
         self.0.extend_from_slice(b"\r\n");
     }
 
-    fn number(&mut self, number: u64) {
+    pub(in crate::engine) fn number(&mut self, number: u64) {
         self.text(&number.to_string());
     }
 }

@@ -3,16 +3,18 @@
 //! Operations that many tasks issue at the same time travel in one batch, which all nodes get. Each operation is decided as soon as
 //! the answers that are in decide it; nobody waits for a slow node whose answer cannot change anything.
 
+use crate::engine::redis::Packer;
 use crate::{Moment, Name, Owner};
-use redis::{Cmd, Script, Value};
+use redis::{Script, Value};
+use std::fmt::Write;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 use tokio::sync::oneshot;
 
 /// How long a handed-over lock is held before its new holder has reacted.
 const WINDOW: Duration = Duration::from_secs(2);
-/// How long a token is remembered after the last lease of its lock; later ones are above it by the nodes' clocks.
-pub(super) const REMEMBER: Duration = Duration::from_secs(600);
+/// How long a token is remembered after the longest lease that may begin with it; later ones are above it by the nodes' clocks.
+const REMEMBER: Duration = Duration::from_secs(600);
 /// How long waiters' records and the marks of given-up claims outlive the last sign of life.
 const LINGER: Duration = Duration::from_secs(60);
 const SOURCE: &str = include_str!("vote.lua");
@@ -53,6 +55,11 @@ impl Code {
         }
     }
 
+    /// Whether a node writes down what is noted of the owner.
+    fn has_note(self) -> bool {
+        matches!(self, Code::Acquire | Code::Try | Code::Restore)
+    }
+
     /// Something that must reach every node in the end, since it makes room for others.
     pub(super) fn is_debt(self) -> bool {
         matches!(self, Code::Undo | Code::Release | Code::GiveUp)
@@ -70,12 +77,10 @@ impl Who {
     /// Tokens have 16 digits, so that they compare as texts: times in µs from 2001 to 2286.
     pub(super) const LEAST: u64 = 1_000_000_000_000_000;
 
-    pub(super) fn text(self) -> String {
-        format!("{:016}:{}", self.token, self.owner)
-    }
-
+    /// From what is kept under the lock's name: it is followed by what is noted of the owner.
     pub(super) fn read(text: &str) -> Option<Self> {
-        let (token, owner) = text.split_once(':')?;
+        let proposal = text.split_once('\n').map_or(text, |(proposal, _)| proposal);
+        let (token, owner) = proposal.split_once(':')?;
         Some(Self { token: token.parse().ok()?, owner: owner.parse().ok()? }).filter(|_| token.len() == 16)
     }
 }
@@ -136,9 +141,9 @@ pub(super) enum Answer {
 /// A lock as one node sees it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(super) struct Seen {
+    /// What is under its name: who holds, and what is noted of the owner.
     pub(super) value: String,
     pub(super) left: Option<Duration>,
-    pub(super) note: String,
     pub(super) waiters: Vec<String>,
     /// The node's time in µs.
     pub(super) now: u64,
@@ -191,10 +196,12 @@ struct Tally {
 #[derive(Debug)]
 pub(super) struct Batch {
     pub(super) ops: Vec<Op>,
+    /// The longest lease that anybody uses.
+    longest: Duration,
     sent: Moment,
     nodes: usize,
     majority: usize,
-    by_hash: OnceLock<Cmd>,
+    packed: OnceLock<Vec<u8>>,
     tallies: Mutex<(usize, Vec<Tally>)>,
 }
 
@@ -207,8 +214,9 @@ pub(super) struct Next {
 }
 
 impl Batch {
-    pub(super) fn new(mut ops: Vec<Op>, sent: Moment, nodes: usize) -> Self {
-        ops.sort_by_key(|op| op.code);
+    pub(super) fn new(mut ops: Vec<Op>, longest: Duration, sent: Moment, nodes: usize) -> Self {
+        // Nodes need not look up what they have accepted as long as proposals ascend.
+        ops.sort_by_key(|op| (op.code, op.who.token));
         let tally = |op: &mut Op| Tally {
             yes: 0,
             no: 0,
@@ -219,35 +227,63 @@ impl Batch {
             followed: false,
         };
         let tallies = ops.iter_mut().map(tally).collect();
-        Self { ops, sent, nodes, majority: nodes / 2 + 1, by_hash: OnceLock::new(), tallies: Mutex::new((0, tallies)) }
+        Self {
+            ops,
+            longest,
+            sent,
+            nodes,
+            majority: nodes / 2 + 1,
+            packed: OnceLock::new(),
+            tallies: Mutex::new((0, tallies)),
+        }
     }
 
-    /// The command that carries it; made once for all nodes.
-    pub(super) fn command(&self) -> &Cmd {
-        self.by_hash.get_or_init(|| self.encode(true))
+    /// The command that carries it, as it is sent; made once for all nodes.
+    pub(super) fn packed(&self) -> &[u8] {
+        self.packed.get_or_init(|| self.pack(true))
     }
 
     /// For a node that does not know the script.
-    pub(super) fn command_with_source(&self) -> Cmd {
-        self.encode(false)
+    pub(super) fn packed_with_source(&self) -> Vec<u8> {
+        self.pack(false)
     }
 
-    fn encode(&self, by_hash: bool) -> Cmd {
-        let mut command = redis::cmd(if by_hash { "EVALSHA" } else { "EVAL" });
-        command.arg(if by_hash { VOTE.get_hash() } else { SOURCE }).arg(self.ops.len());
+    fn pack(&self, by_hash: bool) -> Vec<u8> {
+        let alike =
+            |a: &Op, b: &Op| a.code == b.code && a.ttl == b.ttl && (a.code != Code::Inspect || a.note == b.note);
+        let groups = self.ops.chunk_by(alike).count();
+        let mut packed = Vec::with_capacity(self.ops.len() * 160 + 256);
+        let mut packer = Packer(&mut packed);
+        packer.head('*', 3 + self.ops.len() + 3 + 3 * groups + self.ops.len());
+        packer.text(if by_hash { "EVALSHA" } else { "EVAL" });
+        packer.text(if by_hash { VOTE.get_hash() } else { SOURCE });
+        packer.number(self.ops.len() as u64);
         for op in &self.ops {
-            command.arg(op.name.as_str());
+            packer.text(op.name.as_str());
         }
-        command.arg(millis(REMEMBER)).arg(millis(WINDOW)).arg(millis(LINGER));
-        let alike = |a: &Op, b: &Op| a.code == b.code && a.ttl == b.ttl && a.note == b.note;
+        packer.number(millis(self.longest + REMEMBER));
+        packer.number(millis(WINDOW));
+        packer.number(millis(LINGER));
+        let mut what = String::with_capacity(128);
         for group in self.ops.chunk_by(alike) {
             let [first, ..] = group else { continue };
-            command.arg(first.code.letter()).arg(group.len()).arg(millis(first.ttl)).arg(&*first.note);
+            packer.text(first.code.letter());
+            packer.number(group.len() as u64);
+            match first.code {
+                Code::Inspect => packer.text(&*first.note),
+                _ => packer.number(millis(first.ttl)),
+            }
             for op in group {
-                command.arg(op.who.text());
+                what.clear();
+                // Writing to a text cannot fail.
+                let _ = write!(what, "{:016}:{}", op.who.token, op.who.owner);
+                if op.code.has_note() {
+                    what.push_str(&op.note);
+                }
+                packer.text(&what);
             }
         }
-        command
+        packed
     }
 
     fn tallies(&self) -> MutexGuard<'_, (usize, Vec<Tally>)> {
@@ -349,15 +385,16 @@ pub(super) fn millis(span: Duration) -> u64 {
 pub(super) fn read(value: Value, count: usize) -> Option<Reply> {
     let Value::Array(values) = value else { return None };
     let mut values = values.into_iter();
-    let head = text(&values.next()?)?;
-    let mut head = head.splitn(3, '\n');
-    let now: u64 = head.next()?.parse().ok()?;
-    let out = head.next().map(str::to_owned);
-    let out_for = head.next().and_then(|ms| ms.parse().ok()).map_or(Duration::MAX, Duration::from_millis);
+    let now = number(&values.next()?)?;
     let Value::BulkString(letters) = values.next()? else { return None };
+    let (letters, rest) = letters.split_at_checked(count)?;
     let answers: Option<Vec<Answer>> = letters.iter().map(|letter| answer(*letter, &mut values, now)).collect();
-    let answers = answers.filter(|answers| answers.len() == count)?;
-    Some(Reply { now, out: out.map(|why| (why, out_for)), answers })
+    let rest = String::from_utf8_lossy(rest);
+    let out = rest.strip_prefix('\n').and_then(|rest| {
+        let (why, ms) = rest.rsplit_once('\n')?;
+        Some((why.to_owned(), ms.parse().map_or(Duration::MAX, Duration::from_millis)))
+    });
+    Some(Reply { now, out, answers: answers? })
 }
 
 fn answer(letter: u8, extras: &mut impl Iterator<Item = Value>, now: u64) -> Option<Answer> {
@@ -388,9 +425,9 @@ fn detail(letter: u8, parts: &[Value], now: u64) -> Option<Answer> {
         b'b' => Answer::Busy(Holder { value, left }),
         b'w' => Answer::Waits { holder: Holder { value, left }, ahead: number(parts.get(2)?)? },
         _ => {
-            let Value::Array(waiters) = parts.get(3)? else { return None };
+            let Value::Array(waiters) = parts.get(2)? else { return None };
             let waiters = waiters.iter().filter_map(text).collect();
-            Answer::Seen(Seen { value, left, note: text(parts.get(2)?)?, waiters, now })
+            Answer::Seen(Seen { value, left, waiters, now })
         }
     })
 }

@@ -143,7 +143,7 @@ impl Council {
     /// All nodes get all batches in the same order, hence under the lock. As on one server, a batch costs much more than an
     /// operation: while one is under way, the next waits until it is about as large as they have been lately.
     fn seal(&self, desk: &mut Desk) {
-        while !desk.queue.is_empty() && (desk.calls == 0 || desk.calls < CALLS && desk.queue.len() >= desk.usual / 2) {
+        while !desk.queue.is_empty() && (desk.calls == 0 || desk.calls < CALLS && desk.queue.len() >= desk.usual) {
             let rest = if desk.queue.len() > BATCH { desk.queue.split_off(BATCH) } else { Vec::new() };
             let ops = std::mem::replace(&mut desk.queue, rest);
             desk.usual = (3 * desk.usual + ops.len()).div_ceil(4);
@@ -156,7 +156,7 @@ impl Council {
     }
 
     pub(super) fn batch(&self, ops: Vec<Op>) -> Batch {
-        Batch::new(ops, Clock::Boot.now(), self.nodes.len())
+        Batch::new(ops, self.longest(), Clock::Boot.now(), self.nodes.len())
     }
 
     /// Goes on after an answer was counted.

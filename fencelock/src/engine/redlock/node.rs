@@ -1,8 +1,8 @@
 //! One node: its connection, what it pushes, whether it may vote, and what is still owed to it.
 
-use super::ballot::{Answer, Batch, Op, number, read, text};
+use super::ballot::{Answer, Batch, Op, Who, number, read, text};
 use super::council::Council;
-use crate::engine::redis::{News, Target, Wire, confirmed, explain};
+use crate::engine::redis::{News, Target, Wire, answered, confirmed, explain, pattern_of};
 use crate::{Clock, Error, Moment, Owner};
 use futures_util::StreamExt;
 use futures_util::future::BoxFuture;
@@ -22,6 +22,8 @@ const DEBTS: usize = 10_000;
 const FOUNDED: &str = "fencelock:redlock:founded";
 const LONGEST: &str = "fencelock:redlock:longest";
 const OUT: &str = "fencelock:redlock:out";
+/// How the keys begin that hold those who wait; see `vote.lua`.
+const QUEUES: &str = "fencelock:rq:";
 /// What there is to say of a node before the first attempt to connect has ended.
 pub(super) const UNTRIED: &str = "not connected yet";
 
@@ -434,7 +436,7 @@ impl Node {
                 let chunk = debts.split_off(debts.len().saturating_sub(256));
                 let batch = Arc::new(council.batch(chunk));
                 away.push(Arc::clone(&batch));
-                flights.push(fly(batch, connection.clone()));
+                flights.push(fly(batch, &connection, true));
             }
         }
         loop {
@@ -458,7 +460,7 @@ impl Node {
                         Err(error) => error,
                     };
                     if error.code() == Some("NOSCRIPT") {
-                        flights.push(fly_with_source(batch, connection.clone()));
+                        flights.push(fly(batch, &connection, false));
                         continue;
                     }
                     let broken = error.code().is_none();
@@ -473,7 +475,7 @@ impl Node {
                 batch = inbox.recv(), if flights.len() < FLIGHTS => match batch {
                     Some(batch) => {
                         away.push(Arc::clone(&batch));
-                        flights.push(fly(batch, connection.clone()));
+                        flights.push(fly(batch, &connection, true));
                     }
                     None => return,
                 },
@@ -537,19 +539,14 @@ fn micros(moment: Moment) -> i64 {
     i64::try_from(moment.as_nanos() / 1_000).unwrap_or(i64::MAX)
 }
 
-fn fly(batch: Arc<Batch>, connection: Wire) -> Flight {
+fn fly(batch: Arc<Batch>, connection: &Wire, knows_script: bool) -> Flight {
+    let sent = Clock::Boot.now();
+    let told = match knows_script {
+        true => connection.send(batch.packed(), 1),
+        false => connection.send(&batch.packed_with_source(), 1),
+    };
     Box::pin(async move {
-        let sent = Clock::Boot.now();
-        let outcome = connection.call(batch.command()).await;
-        (batch, sent, outcome)
-    })
-}
-
-fn fly_with_source(batch: Arc<Batch>, connection: Wire) -> Flight {
-    Box::pin(async move {
-        let sent = Clock::Boot.now();
-        let command = batch.command_with_source();
-        let outcome = connection.call(&command).await;
+        let outcome = answered(told).await.map(|mut values| values.pop().unwrap_or(Value::Nil));
         (batch, sent, outcome)
     })
 }
@@ -596,23 +593,40 @@ fn read_word(word: &str) -> Option<Push> {
     }
 }
 
-/// The names of locks that this node has lately voted on: a scan in small steps.
+/// The names of locks that are held on this node by fencelock, or waited for: scans in small steps.
 pub(super) async fn names(connection: Wire, prefix: &str) -> RedisResult<Vec<String>> {
     let mut names = Vec::new();
+    let queues = scan(&connection, "zset", &format!("{QUEUES}*")).await?;
+    let waited_for = queues.iter().filter_map(|key| key.strip_prefix(QUEUES));
+    names.extend(waited_for.filter(|name| name.starts_with(prefix)).map(str::to_owned));
+    for keys in scan(&connection, "string", &pattern_of(prefix)).await?.chunks(1_000) {
+        // Others' strings may be large: only their beginnings are read.
+        let mut values = redis::pipe();
+        for key in keys {
+            values.cmd("GETRANGE").arg(key).arg(0).arg(99);
+        }
+        let values: Vec<Value> = values.query_async(&mut connection.clone()).await?;
+        let is_ours =
+            |value: &Value| text(value).is_some_and(|value| value.contains('\n') && Who::read(&value).is_some());
+        names.extend(keys.iter().zip(&values).filter(|(_, value)| is_ours(value)).map(|(key, _)| key.clone()));
+    }
+    Ok(names)
+}
+
+async fn scan(connection: &Wire, kind: &str, pattern: &str) -> RedisResult<Vec<String>> {
+    let mut found = Vec::new();
     let mut cursor = 0_u64;
     loop {
         let mut scan = redis::cmd("SCAN");
-        scan.arg(cursor).arg("MATCH").arg("fencelock:r[tq]:*").arg("COUNT").arg(1_000);
+        scan.arg(cursor).arg("MATCH").arg(pattern).arg("COUNT").arg(1_000).arg("TYPE").arg(kind);
         let value = connection.call(&scan).await?.extract_error()?;
         let Value::Array(parts) = value else { break };
         let [next, Value::Array(keys)] = parts.as_slice() else { break };
-        let name = |key: String| Some(key.strip_prefix("fencelock:r")?.get(2..)?.to_owned());
-        let found = keys.iter().filter_map(text).filter_map(name);
-        names.extend(found.filter(|name| name.starts_with(prefix)));
+        found.extend(keys.iter().filter_map(text));
         match number(next) {
             Some(next) if next != 0 => cursor = next,
             _ => break,
         }
     }
-    Ok(names)
+    Ok(found)
 }

@@ -8,8 +8,8 @@ use std::time::Duration;
 /// What a majority sees of a lock.
 #[derive(Debug, Default)]
 pub(super) struct View {
-    /// Who holds: the value under the lock's name, and what nodes know of it.
-    holder: Option<(String, Seen)>,
+    /// Who holds.
+    holder: Option<Seen>,
     waiters: Vec<Waiter>,
 }
 
@@ -25,7 +25,9 @@ impl View {
         let mut waiters: BTreeMap<u64, BTreeMap<String, (usize, Waiter)>> = BTreeMap::new();
         for seen in &seen {
             if !seen.value.is_empty() {
-                holders.entry(&seen.value).or_default().push(seen);
+                // The same hold, even if nodes know more or less of its owner.
+                let end = Who::read(&seen.value).and_then(|_| seen.value.find('\n')).unwrap_or(seen.value.len());
+                holders.entry(&seen.value[..end]).or_default().push(seen);
             }
             for record in &seen.waiters {
                 let Some((who, waiter)) = waiter(record, seen.now) else { continue };
@@ -34,44 +36,47 @@ impl View {
             }
         }
         let holder = holders.into_iter().filter(|(_, by)| enough(by.len())).max_by_key(|(_, by)| by.len());
-        let holder = holder.map(|(value, by)| {
+        let holder = holder.map(|(_, by)| {
             // The lease ends when that of the node which completes a majority does: a middle one.
             let mut by = by;
             by.sort_by_key(|seen| seen.left);
-            let labelled = by.iter().find(|seen| seen.note.starts_with(value)).map(|seen| seen.note.clone());
-            let middle = by[by.len() / 2];
-            (value.to_owned(), Seen { note: labelled.unwrap_or_default(), ..middle.clone() })
+            let known = by.iter().map(|seen| &seen.value).max_by_key(|value| value.len());
+            Seen { value: known.cloned().unwrap_or_default(), ..by[by.len() / 2].clone() }
         });
         let waiters = waiters.into_values().flat_map(BTreeMap::into_values);
         Self { holder, waiters: waiters.filter(|(count, _)| enough(*count)).map(|(_, waiter)| waiter).collect() }
     }
 
+    pub(super) fn is_held(&self) -> bool {
+        self.holder.is_some()
+    }
+
     /// The proposal that holds, if it is one of fencelock's.
     pub(super) fn who(&self) -> Option<Who> {
-        self.holder.as_ref().and_then(|(value, _)| Who::read(value))
+        self.holder.as_ref().and_then(|seen| Who::read(&seen.value))
     }
 
     pub(super) fn status(self, name: &str) -> Status {
         let mut status = Status::free(name);
-        status.holders = self.holder.iter().map(|(value, seen)| holder(value, seen)).collect();
+        status.holders = self.holder.iter().map(holder).collect();
         status.waiters = self.waiters;
         status
     }
 }
 
-fn holder(value: &str, seen: &Seen) -> Holder {
+fn holder(seen: &Seen) -> Holder {
     let (mode, lease_left) = (Mode::Exclusive, seen.left.unwrap_or(Duration::MAX));
-    let Some(who) = Who::read(value) else {
+    let Some(who) = Who::read(&seen.value) else {
         return Holder {
             mode,
             token: Token::new(0),
-            owner: value.chars().take(8).collect(),
+            owner: seen.value.chars().take(8).collect(),
             label: "a client that is not fencelock".to_owned(),
             held_for: Duration::ZERO,
             lease_left,
         };
     };
-    let label = seen.note.splitn(3, '\n').nth(2).unwrap_or_default().to_owned();
+    let label = seen.value.splitn(3, '\n').nth(2).unwrap_or_default().to_owned();
     Holder {
         mode,
         token: Token::new(who.token),

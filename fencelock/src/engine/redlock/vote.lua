@@ -1,44 +1,67 @@
 -- One node's part in a batch of operations: it votes on its own, atomically, and knows nothing of the other nodes.
 --
 -- KEYS: for each operation the lock's name, which is the key that decides who holds on this node:
---   K  token ':' owner, a value that nobody else has, as in the common recipe: its clients and fencelock exclude each other
+--   K  token ':' owner \n session \n label, a value that nobody else has, as in the common recipe: its clients and fencelock exclude
+--      each other
 -- Beside it, under names made from K:
---   T  fencelock:rt:K  the highest proposal that this node accepted, and whose: token ':' owner \n session \n label
 --   Q  fencelock:rq:K  waiters, a sorted set of owners by the token that they propose
---   W  fencelock:rw:K  their records, a hash by owner: ttl \n since \n token ':' owner \n session \n label
+--   W  fencelock:rw:K  their records, a hash by owner: ttl \n since \n what K is to be
 --   X  fencelock:rx:owner:K  the highest token with which this owner gave up before its claim arrived here
 -- and for the whole node
+--   T  fencelock:redlock:tokens  the highest proposals that this node accepted, a hash by name, each as K is; under '' is when
+--      T was begun, in µs, and the highest of all
+--   fencelock:redlock:before  what T was before
 --   fencelock:redlock:out     it does not vote, and why        fencelock:redlock:waits   somebody waits here
 --   fencelock:redlock:graves  there are keys X
--- A token is 16 digits, a time in µs: as texts they compare like the numbers.
--- ARGV: how long T outlives the lease in ms, claim window in ms, life of Q, W and X in ms; then groups of operations, in the order
---   of KEYS: code, count, ttl in ms, \n session \n label (for i: how many waiters to show), and for each operation token ':' owner
+-- A token is 16 digits, a time in µs: as texts they compare like the numbers. So do proposals (token ':' owner), which have 49
+-- characters, and values of K.
+-- ARGV: how long T lasts in ms, longer than any lease, claim window in ms, life of Q, W and X in ms; then groups of operations, in the
+--   order of KEYS: code, count, ttl in ms (for i: how many waiters to show), and for each operation what K is to be (a, t, c) or the
+--   proposal
 -- Codes: a acquire or wait (again: confirm, or look)   t acquire or leave it   n renew   c renew, or bring back
 --   r release   x give up: also what is on its way   u take a proposal back   v evict   i inspect
--- Reply: server time in µs (with \n and the reason, if this node does not vote), a text with one letter per operation, and what some
--- letters have to say, in their order:
+-- Reply: server time in µs, a text with one letter per operation (behind \n why this node does not vote, and for how long, if
+-- so), and what some letters have to say, in their order:
 --   g granted   b busy {K, lease left in ms}   w waits {K, lease left in ms, how many ahead}   l too low {highest accepted}
 --   x given up before   y renewed   m nobody holds   n somebody else holds   f freed   d withdrawn   0 nothing   e error {text}
---   i seen {K, lease left in ms, T, waiters: records}
+--   i seen {K, lease left in ms, waiters: records}
 -- Invariants: a proposal is accepted only above all that were accepted before, or again by the same owner. Nobody is granted the lock
 -- past a living waiter whose proposal can be accepted. A waiter that is handed the lock holds for the claim window.
 
 local call = redis.call
 local time = call('TIME')
 local now = time[1] * 1000000 + time[2]
-local state = call('MGET', 'fencelock:redlock:out', 'fencelock:redlock:waits', 'fencelock:redlock:graves')
+local state = {}
+if call('EXISTS', 'fencelock:redlock:out', 'fencelock:redlock:waits', 'fencelock:redlock:graves') > 0 then
+  state = call('MGET', 'fencelock:redlock:out', 'fencelock:redlock:waits', 'fencelock:redlock:graves')
+end
 local crowded = state[2] or state[3]
 local sub = string.sub
-local RT = 'fencelock:rt:'
-local keep = tonumber(ARGV[1])
--- A proposal beyond this is remembered for longer: until this node's clock has passed it by as much as that of any other.
-local horizon = string.format('%.0f', now + 60000000)
-local answers, extras = {}, {'', ''}
+local T, BEFORE = 'fencelock:redlock:tokens', 'fencelock:redlock:before'
+local answers, extras = {}, {time[1] .. sub('00000' .. time[2], -6), ''}
+local since, top
 
-local function life(who, ttl)
-  local ms = keep + ttl
-  if who > horizon then ms = ms + (tonumber(sub(who, 1, 16)) - now) / 1000 end
-  return string.format('%.0f', ms)
+-- Makes sure that what is noted from now on is remembered for long enough, and returns when T was begun and the highest that was
+-- noted. A T that is old is put behind a new one, and those behind it are forgotten. While a proposal is ahead of the clock, nothing
+-- is: it might be needed for as long.
+local function open(now)
+  local call, ms = redis.call, tonumber(ARGV[1])
+  local seen = call('HGET', T, '')
+  local since, top = string.sub(seen or '', 1, 16), string.sub(seen or '', 17)
+  if seen and now - since < ms * 1000 then return since, top end
+  local ahead = ((tonumber(string.sub(top, 1, 16)) or 0) - now) / 1000
+  if ahead <= 60000 then
+    if seen then
+      call('UNLINK', BEFORE)
+      call('RENAME', T, BEFORE)
+    end
+    ahead = 0
+  end
+  since = string.format('%016.0f', now)
+  call('HSET', T, '', since .. top)
+  call('PEXPIRE', T, string.format('%.0f', 2 * ms + ahead))
+  call('PEXPIRE', BEFORE, string.format('%.0f', ms + ahead))
+  return since, top
 end
 
 local function set_up()
@@ -47,25 +70,35 @@ local function set_up()
 
   local function owner_of(who) return sub(who, 18) end
 
+  -- The proposal in a value of K; any other value as it is.
+  local function proposal(value) return match(value, '^(%d+:%x+)\n%x+\n') or value end
+
   local function say(extra)
     extras[#extras + 1] = extra
   end
 
+  -- Who holds, and all that K says.
   local function get(K)
-    local cur = redis.pcall('GET', K)
-    if type(cur) == 'table' and cur.err then return nil, cur.err end
-    return cur
+    local value = redis.pcall('GET', K)
+    if type(value) == 'table' and value.err then return nil, nil, value.err end
+    return value and proposal(value), value
   end
 
   -- Whether T lets this proposal through; if not, what is in its way.
   local function too_low(K, who)
-    local old = call('GET', RT .. K)
-    if old and old > sub(who, 1, 16) and sub(old, 1, #who) ~= who then return sub(old, 1, 16) end
+    local old = call('HGET', T, K) or call('HGET', BEFORE, K)
+    if old and old > sub(who, 1, 16) and sub(old, 1, 49) ~= who then return sub(old, 1, 16) end
   end
 
-  local function accept(K, who, lease, ttl, note)
-    call('SET', K, who, 'PX', lease)
-    call('SET', RT .. K, who .. note, 'PX', life(who, ttl))
+  local function note_token(K, value)
+    if not top then since, top = open(now) end
+    if value > top then top = value end
+    call('HSET', T, '', since .. top, K, value)
+  end
+
+  local function accept(K, value, lease)
+    call('SET', K, value, 'PX', lease)
+    note_token(K, value)
   end
 
   local function forget(K, owner)
@@ -82,8 +115,8 @@ local function set_up()
     for _ = 1, 64 do
       local owner = call('ZRANGE', 'fencelock:rq:' .. K, index, index)[1]
       if not owner then return end
-      local ttl, who, note, session =
-        match(call('HGET', 'fencelock:rw:' .. K, owner) or '', '^(%d+)\n%d+\n(%d+:%x+)(\n(%x+)\n.*)$')
+      local ttl, value = match(call('HGET', 'fencelock:rw:' .. K, owner) or '', '^(%d+)\n%d+\n(.*)$')
+      local who, session = match(value or '', '^(%d+:%x+)\n(%x+)\n')
       local here = 0
       if skip and (owner == skip or who == skip) then
         here = 1
@@ -96,7 +129,7 @@ local function set_up()
         here = send(session, 'g\n' .. owner .. '\n' .. sub(who, 1, 16) .. '\n' .. string.format('%.0f', now) .. '\n' .. lease .. '\n' .. K)
         if here > 0 then
           forget(K, owner)
-          accept(K, who, lease, ttl, note)
+          accept(K, value, lease)
           return
         end
       end
@@ -104,24 +137,25 @@ local function set_up()
     end
   end
 
-  local function register(K, who, ttl, note)
+  local function register(K, who, value, ttl)
     local owner, Q, W = owner_of(who), 'fencelock:rq:' .. K, 'fencelock:rw:' .. K
     local since = match(call('HGET', W, owner) or '', '^%d+\n(%d+)') or string.format('%.0f', now)
     call('ZADD', Q, sub(who, 1, 16), owner)
-    call('HSET', W, owner, ttl .. '\n' .. since .. '\n' .. who .. note)
+    call('HSET', W, owner, ttl .. '\n' .. since .. '\n' .. value)
     call('PEXPIRE', Q, linger)
     call('PEXPIRE', W, linger)
     call('SET', 'fencelock:redlock:waits', 1, 'PX', linger)
     return call('ZRANK', Q, owner)
   end
 
-  local function acquire(code, K, who, ttl, note)
+  local function acquire(code, K, value, ttl)
+    local who = proposal(value)
     local owner = owner_of(who)
     if state[3] then
       local grave = call('GET', 'fencelock:rx:' .. owner .. ':' .. K)
       if grave and grave >= sub(who, 1, 16) then return 'x' end
     end
-    local cur, err = get(K)
+    local cur, _, err = get(K)
     if err then say(err) return 'e' end
     if cur == who then
       call('PEXPIRE', K, ttl)
@@ -132,40 +166,45 @@ local function set_up()
       local first = call('ZRANGE', 'fencelock:rq:' .. K, 0, 0)[1]
       if first and first ~= owner then
         settle(K, owner)
-        cur = call('GET', K)
+        cur = get(K)
       end
       if not cur then
         local low = too_low(K, who)
         if low then say(low) return 'l' end
-        accept(K, who, ttl, ttl, note)
+        accept(K, value, ttl)
         if first then forget(K, owner) end
         return 'g'
       end
     end
     local left = call('PTTL', K)
     if code == 't' then say({cur, left}) return 'b' end
-    say({cur, left, register(K, who, ttl, note)})
+    say({cur, left, register(K, who, value, ttl)})
     return 'w'
   end
 
-  local function renew(code, K, who, ttl, note)
-    local cur, err = get(K)
+  local function renew(code, K, value, ttl)
+    local cur, known, err = get(K)
     if err then say(err) return 'e' end
-    if cur == who then
+    if cur == proposal(value) then
       if call('PTTL', K) < tonumber(ttl) then call('PEXPIRE', K, ttl) end
-      call('PEXPIRE', RT .. K, life(who, ttl))
-      return 'y'
+      value = known
+    elseif cur then
+      return 'n'
+    elseif code == 'n' then
+      return 'm'
+    else
+      call('SET', K, value, 'PX', ttl)
     end
-    if cur then return 'n' end
-    if code == 'n' then return 'm' end
-    call('SET', K, who, 'PX', ttl)
-    local old = call('GET', RT .. K)
-    if not old or old < who then call('SET', RT .. K, who .. note, 'PX', life(who, ttl)) end
+    -- A token that is in use must not be forgotten.
+    if not call('HGET', T, K) then
+      local old = call('HGET', BEFORE, K)
+      note_token(K, old and old > value and old or value)
+    end
     return 'y'
   end
 
   local function release(code, K, who)
-    local cur, err = get(K)
+    local cur, _, err = get(K)
     if err then say(err) return 'e' end
     local owner = owner_of(who)
     local mine = cur == who or code == 'x' and cur and #cur == #who and owner_of(cur) == owner and cur <= who
@@ -195,11 +234,10 @@ local function set_up()
   end
 
   local function evict(K)
-    local cur, err = get(K)
+    local cur, value, err = get(K)
     if err then say(err) return 'e' end
     if not cur then return '0' end
-    local record = call('GET', RT .. K) or ''
-    local session = sub(record, 1, #cur) == cur and match(sub(record, #cur + 1), '^\n(%x+)\n')
+    local session = match(value, '^%d+:%x+\n(%x+)\n')
     if session then send(session, 'l\n' .. owner_of(cur)) end
     call('DEL', K)
     settle(K)
@@ -207,7 +245,7 @@ local function set_up()
   end
 
   local function inspect(K, count)
-    local cur, err = get(K)
+    local _, value, err = get(K)
     if err then say(err) return 'e' end
     -- A waiter whose client does not listen is dead, or on its way back to its place.
     local waiters, listens = {}, {}
@@ -219,69 +257,89 @@ local function set_up()
         if listens[session] > 0 then waiters[#waiters + 1] = record end
       end
     end
-    say({cur or '', call('PTTL', K), call('GET', RT .. K) or '', waiters})
+    say({value or '', call('PTTL', K), waiters})
     return 'i'
   end
 
-  return function(code, K, who, ttl, note)
-    if code == 'a' or code == 't' then return acquire(code, K, who, ttl, note) end
-    if code == 'n' or code == 'c' then return renew(code, K, who, ttl, note) end
+  return function(code, K, what, ttl)
+    if code == 'a' or code == 't' then return acquire(code, K, what, ttl) end
+    if code == 'n' or code == 'c' then return renew(code, K, what, ttl) end
     if code == 'v' then return evict(K) end
-    if code == 'i' then return inspect(K, note) end
-    return release(code, K, who)
+    if code == 'i' then return inspect(K, ttl) end
+    return release(code, K, what)
   end
 end
 
 local slow
 local done, at = 0, 4
 while done < #KEYS do
-  local code, count, ttl, note = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2], ARGV[at + 3]
-  at = at + 3
-  local usual = code ~= 'i' and string.format('%.0f', keep + ttl)
-  local claims = not crowded and (code == 'a' or code == 't')
-  if not state[2] and code == 'r' then
-    -- Those who hold and whom nobody waits for: in two steps, however many they are.
-    local values, free = call('MGET', unpack(KEYS, done + 1, done + count)), {}
+  local code, count, ttl = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2]
+  at = at + 2
+  if code == 'a' or code == 't' then
+    -- The common case: nobody holds, nobody waits, and the proposal is the highest so far, or the highest for this name.
+    if not top then since, top = open(now) end
+    -- What is accepted and not in T yet. It ascends.
+    local fields, last = {'', ''}, ''
     for index = 1, count do
-      if values[index] and values[index] == ARGV[at + index] then
-        free[#free + 1] = KEYS[done + index]
-        answers[done + index] = 'f'
+      local K, value = KEYS[done + index], ARGV[at + index]
+      local free = value > last
+      if crowded and call('EXISTS', 'fencelock:rq:' .. K, 'fencelock:rx:' .. sub(value, 18, 49) .. ':' .. K) > 0 then free = false end
+      if free and value <= top then
+        local old = call('HGET', T, K) or call('HGET', BEFORE, K)
+        free = not old or old < sub(value, 1, 16) or sub(old, 1, 49) == sub(value, 1, 49)
+      end
+      if free and call('SET', K, value, 'NX', 'PX', ttl) then
+        last = value
+        fields[#fields + 1] = K
+        fields[#fields + 1] = value
+        answers[done + index] = 'g'
+      else
+        if last ~= '' then
+          if last > top then top = last end
+          fields[2] = since .. top
+          call('HSET', T, unpack(fields))
+          fields, last = {'', ''}, ''
+        end
+        slow = slow or set_up()
+        local answer = slow(code, K, value, ttl)
+        answers[done + index] = answer
+        -- Whoever waits now must be seen by the rest of the batch.
+        if answer == 'w' then state[2], crowded = '1', true end
       end
     end
-    if #free > 0 then call('DEL', unpack(free)) end
-  end
-  for index = done + 1, done + count do
-    at = at + 1
-    local K, who = KEYS[index], ARGV[at]
-    local answer = answers[index]
-    if claims then
-      -- The common case: nobody holds, nobody waits.
-      if call('SET', K, who, 'NX', 'PX', ttl) then
-        local T, ms = RT .. K, who > horizon and life(who, ttl) or usual
-        local old = call('SET', T, who .. note, 'PX', ms, 'GET')
-        answer = 'g'
-        if old and old > sub(who, 1, 16) and sub(old, 1, #who) ~= who then
-          call('SET', T, old, 'PX', ms)
-          call('DEL', K)
-          extras[#extras + 1] = sub(old, 1, 16)
-          answer = 'l'
+    if last ~= '' then
+      if last > top then top = last end
+      fields[2] = since .. top
+      call('HSET', T, unpack(fields))
+    end
+  else
+    if code == 'r' then
+      -- Those who hold and whom nobody waits for: in two steps, however many they are.
+      local values, free, find = call('MGET', unpack(KEYS, done + 1, done + count)), {}, string.find
+      for index = 1, count do
+        local value = values[index]
+        local K = KEYS[done + index]
+        if value and find(value, ARGV[at + index], 1, true) == 1
+          and not (state[2] and call('EXISTS', 'fencelock:rq:' .. K) == 1) then
+          free[#free + 1] = K
+          answers[done + index] = 'f'
         end
       end
+      if #free > 0 then call('DEL', unpack(free)) end
     end
-    if not answer then
-      slow = slow or set_up()
-      answer = slow(code, K, who, ttl, note)
-      -- Whoever waits now must be seen by the rest of the batch.
-      if answer == 'w' then claims, state[2], crowded = false, '1', true end
-      if answer == '0' and code == 'x' then state[3], crowded = '1', true end
+    for index = 1, count do
+      if not answers[done + index] then
+        slow = slow or set_up()
+        local answer = slow(code, KEYS[done + index], ARGV[at + index], ttl)
+        if answer == '0' and code == 'x' then state[3], crowded = '1', true end
+        answers[done + index] = answer
+      end
     end
-    answers[index] = answer
   end
   done = done + count
-  at = at + 1
+  at = at + count + 1
 end
 
-local head = string.format('%.0f', now)
-if state[1] then head = head .. '\n' .. state[1] .. '\n' .. call('PTTL', 'fencelock:redlock:out') end
-extras[1], extras[2] = head, table.concat(answers)
+extras[2] = table.concat(answers)
+if state[1] then extras[2] = extras[2] .. '\n' .. state[1] .. '\n' .. call('PTTL', 'fencelock:redlock:out') end
 return extras

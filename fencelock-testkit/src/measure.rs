@@ -147,6 +147,12 @@ pub async fn our_rate(url: &str, tasks: usize, span: Duration) -> f64 {
     ours
 }
 
+/// How many times `ours` is `theirs`: the median of what was measured in the same round.
+#[must_use]
+pub fn times(ours: &[f64], theirs: &[f64]) -> f64 {
+    median(&ours.iter().zip(theirs).map(|(ours, theirs)| ours / theirs).collect::<Vec<_>>())
+}
+
 /// The middle one.
 #[must_use]
 pub fn median(values: &[f64]) -> f64 {

@@ -8,12 +8,14 @@
 mod proto;
 
 use fencelock_testkit::etcd::EtcdCluster;
-use fencelock_testkit::measure::{self, Latency};
+use fencelock_testkit::measure::{self, Latency, median, times};
 use proto::{
     BY_CREATION, CREATE, Compare, DESCEND, DeleteRangeRequest, LeaseGrantRequest, LeaseGrantResponse, Op, PutRequest,
     RangeRequest, RequestOp, TxnRequest, TxnResponse, WatchCreateRequest, WatchOrder, WatchRequest, WatchResponse,
 };
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tonic::Request;
 use tonic::client::Grpc;
@@ -22,6 +24,7 @@ use tonic::transport::{Channel, Endpoint};
 use tonic_prost::ProstCodec;
 
 const SPAN: Duration = Duration::from_secs(3);
+const ROUNDS: usize = 5;
 
 #[tokio::main]
 async fn main() {
@@ -42,33 +45,36 @@ async fn compare() {
     let cluster = EtcdCluster::start(1);
     let url = cluster.url();
     println!("uncontended acquire + release, distinct names, pairs per second (raw: the same two transactions)");
+    println!("(medians of {ROUNDS} rounds in turns; the ratios are medians of the rounds' own)");
     for tasks in [1, 64] {
-        // In turns, so that both see the same machine.
-        let (mut ours, mut raw) = (0.0, 0.0);
-        for _ in 0..3 {
-            let client = fencelock::connect(&url).await.expect("the server is there");
-            ours += measure::pairs(&client, "bench:", tasks, SPAN / 2).await.expect("the lock works").per_second / 3.0;
-            client.close().await.expect("closing works");
-            raw += raw_pairs(cluster.port(), tasks).await / 3.0;
+        let (mut ours, mut raw) = (Vec::new(), Vec::new());
+        // In turns, so that a busy moment of the machine hits both.
+        for _ in 0..ROUNDS {
+            ours.push(measure::our_rate(&url, tasks, SPAN / 3).await);
+            raw.push(raw_pairs(cluster.port(), tasks).await);
         }
-        println!("  {tasks:>4} tasks   fencelock {ours:>8.0}   raw {raw:>8.0}   raw / fencelock {:.2}", raw / ours);
+        let (shown, beside, times) = (median(&ours), median(&raw), times(&raw, &ours));
+        println!("  {tasks:>4} tasks   fencelock {shown:>8.0}   raw {beside:>8.0}   raw / fencelock {times:.2}");
     }
     println!("\nhand-over between two processes, p50 (raw: from a delete to its watch event)");
-    let raw = raw_round(cluster.port()).await;
-    println!("  raw                               {raw:>8.1} µs");
     let count = |what: &str| cluster.first().metric(what).unwrap_or(0.0);
     let events = || count("etcd_debugging_mvcc_events_total");
     // Each release is a delete.
     let releases = || count("etcd_debugging_mvcc_delete_total");
-    for (what, tasks) in [("fencelock", "1"), ("fencelock, 1,000 in line", "500")] {
-        let before = (events(), releases());
-        let latency = hand_over(&url, tasks);
-        let told = (events() - before.0) / (releases() - before.1).max(1.0);
-        println!(
-            "  {what:<33} {:>8.1} µs   {:.2} times   {told:.2} notifications for each release",
-            latency.p50_us,
-            latency.p50_us / raw
-        );
+    let mut raw = Vec::new();
+    let mut lines = [("fencelock", "1", Vec::new(), 0.0), ("fencelock, 1,000 in line", "500", Vec::new(), 0.0)];
+    for _ in 0..ROUNDS {
+        raw.push(raw_round(cluster.port()).await);
+        for (_, tasks, latencies, told) in &mut lines {
+            let before = (events(), releases());
+            latencies.push(hand_over(&url, tasks).p50_us);
+            *told = (events() - before.0) / (releases() - before.1).max(1.0);
+        }
+    }
+    println!("  raw                               {:>8.1} µs", median(&raw));
+    for (what, _, latencies, told) in &lines {
+        let (p50, times) = (median(latencies), times(latencies, &raw));
+        println!("  {what:<33} {p50:>8.1} µs   {times:.2} times   {told:.2} notifications for each release");
     }
 }
 
@@ -131,29 +137,17 @@ fn unlock(key: &str, revision: i64) -> TxnRequest {
 async fn raw_pairs(port: u16, tasks: usize) -> f64 {
     let channel = channel(port).await;
     let lease = lease(&channel).await;
-    let start = Instant::now();
-    let workers: Vec<_> = (0..tasks)
-        .map(|task| {
-            let channel = channel.clone();
-            tokio::spawn(async move {
-                let line = format!("raw:{task}/");
-                let mut count = 0_u32;
-                while start.elapsed() < SPAN / 2 {
-                    let key = format!("{line}{count:032x}");
-                    let revision =
-                        txn(&channel, lock(&line, &key, lease)).await.header.map_or(0, |header| header.revision);
-                    txn(&channel, unlock(&key, revision)).await;
-                    count += 1;
-                }
-                count
-            })
-        })
-        .collect();
-    let mut total = 0.0;
-    for worker in workers {
-        total += f64::from(worker.await.expect("a worker does not panic"));
-    }
-    total / start.elapsed().as_secs_f64()
+    let count = Arc::new(AtomicU64::new(0));
+    measure::rate(tasks, SPAN / 3, move |task| {
+        let (channel, count) = (channel.clone(), count.fetch_add(1, Ordering::Relaxed));
+        async move {
+            let line = format!("raw:{task}/");
+            let key = format!("{line}{count:032x}");
+            let revision = txn(&channel, lock(&line, &key, lease)).await.header.map_or(0, |header| header.revision);
+            txn(&channel, unlock(&key, revision)).await;
+        }
+    })
+    .await
 }
 
 /// From sending a delete to its event at a watcher on another connection: what a hand-over must at least cost.
@@ -177,7 +171,7 @@ async fn raw_round(port: u16) -> f64 {
     let mut latencies = measure::histogram();
     let start = Instant::now();
     let mut round = 0;
-    while start.elapsed() < SPAN {
+    while start.elapsed() < SPAN / 3 {
         round += 1;
         let key = format!("round/{round}");
         let revision = txn(&deleter, lock("round/", &key, 0)).await.header.map_or(0, |header| header.revision);

@@ -2,7 +2,7 @@
 //!
 //! Starts a server of its own on loopback. Prints ratios, since the times themselves are the machine's.
 
-use fencelock_testkit::measure::{self, Latency, median};
+use fencelock_testkit::measure::{self, Latency, median, times};
 use fencelock_testkit::redis::RedisServer;
 use redis::aio::MultiplexedConnection;
 use std::process::Command;
@@ -43,18 +43,14 @@ async fn compare() {
             raw.push(raw_pairs(&url, tasks).await);
             rslock.push(rslock_pairs(&url, tasks).await);
         }
-        let to = |others: &[f64]| {
-            let ratios: Vec<f64> = ours.iter().zip(others).map(|(ours, other)| ours / other).collect();
-            median(&ratios)
-        };
         println!(
             "  {tasks:>4} tasks   fencelock {:>8.0}   rslock {:>8.0} ({:.2} times)   raw SET + EVALSHA {:>8.0} ({:.2} times; {:.2} times its latency)",
             median(&ours),
             median(&rslock),
-            to(&rslock),
+            times(&ours, &rslock),
             median(&raw),
-            to(&raw),
-            1.0 / to(&raw)
+            times(&ours, &raw),
+            times(&raw, &ours)
         );
     }
     println!("\nhand-over between two processes, p50");

@@ -4,7 +4,7 @@
 //! Starts five servers of its own on loopback. Prints ratios, since the times themselves are the machine's.
 
 use fencelock::Clock;
-use fencelock_testkit::measure::{self, Latency, median};
+use fencelock_testkit::measure::{self, Latency, median, times};
 use fencelock_testkit::redlock::Nodes;
 use std::io::Read;
 use std::process::{Command, Stdio};
@@ -36,12 +36,11 @@ async fn compare() {
             ours.push(measure::our_rate(&nodes.url(), tasks, SPAN / 3).await);
             rslock.push(rslock_pairs(&nodes, tasks).await);
         }
-        let ratios: Vec<f64> = ours.iter().zip(&rslock).map(|(ours, rslock)| ours / rslock).collect();
         println!(
             "  {tasks:>4} tasks   fencelock {:>8.0}   rslock {:>8.0}   {:.2} times",
             median(&ours),
             median(&rslock),
-            median(&ratios)
+            times(&ours, &rslock)
         );
     }
     one_stopped(&nodes).await;

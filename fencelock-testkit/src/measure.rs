@@ -132,11 +132,12 @@ pub async fn rate<F: Future<Output = ()> + Send + 'static>(
 ///
 /// # Panics
 /// If the locks do not work.
-pub async fn our_rate(url: &str, tasks: usize, span: Duration) -> f64 {
+pub async fn our_rate(url: &str, prefix: &str, tasks: usize, span: Duration) -> f64 {
     let client = fencelock::connect(url).await.expect("the server is there");
     let locks = client.clone();
+    let prefix = prefix.to_owned();
     let pair = move |task| {
-        let mutex = locks.mutex(format!("bench:{task}"));
+        let mutex = locks.mutex(format!("{prefix}{task}"));
         async move {
             let guard = mutex.acquire().await.expect("free");
             guard.release().await.expect("released");

@@ -24,20 +24,20 @@ use tonic::transport::{Channel, Endpoint};
 use tonic_prost::ProstCodec;
 
 const SPAN: Duration = Duration::from_secs(3);
-const ROUNDS: usize = 5;
+const ROUNDS: usize = 9;
 
 #[tokio::main]
 async fn main() {
     let args: Vec<String> = std::env::args().collect();
     match args.get(1).map(String::as_str) {
-        Some("peer") => peer(&args[2], args[3].parse().expect("a number of tasks")).await,
+        Some("peer") => peer(&args[2], &args[3], args[4].parse().expect("a number of tasks")).await,
         _ => compare().await,
     }
 }
 
-async fn peer(url: &str, tasks: usize) {
+async fn peer(url: &str, name: &str, tasks: usize) {
     let client = fencelock::connect(url).await.expect("the server is there");
-    measure::peer(&client, "hand-over", tasks, SPAN).await.expect("the lock works");
+    measure::peer(&client, name, tasks, SPAN).await.expect("the lock works");
     client.close().await.expect("closing works");
 }
 
@@ -48,10 +48,11 @@ async fn compare() {
     println!("(medians of {ROUNDS} rounds in turns; the ratios are medians of the rounds' own)");
     for tasks in [1, 64] {
         let (mut ours, mut raw) = (Vec::new(), Vec::new());
-        // In turns, so that a busy moment of the machine hits both.
-        for _ in 0..ROUNDS {
-            ours.push(measure::our_rate(&url, tasks, SPAN / 3).await);
-            raw.push(raw_pairs(cluster.port(), tasks).await);
+        // In turns, so that a busy moment of the machine hits both. The names differ: deleted keys cost something until the server
+        // compacts its history.
+        for round in 0..ROUNDS {
+            ours.push(measure::our_rate(&url, &format!("bench:{round}:"), tasks, SPAN / 4).await);
+            raw.push(raw_pairs(cluster.port(), &format!("raw:{round}:"), tasks).await);
         }
         let (shown, beside, times) = (median(&ours), median(&raw), times(&raw, &ours));
         println!("  {tasks:>4} tasks   fencelock {shown:>8.0}   raw {beside:>8.0}   raw / fencelock {times:.2}");
@@ -63,11 +64,11 @@ async fn compare() {
     let releases = || count("etcd_debugging_mvcc_delete_total");
     let mut raw = Vec::new();
     let mut lines = [("fencelock", "1", Vec::new(), 0.0), ("fencelock, 1,000 in line", "500", Vec::new(), 0.0)];
-    for _ in 0..ROUNDS {
+    for round in 0..ROUNDS {
         raw.push(raw_round(cluster.port()).await);
         for (_, tasks, latencies, told) in &mut lines {
             let before = (events(), releases());
-            latencies.push(hand_over(&url, tasks).p50_us);
+            latencies.push(hand_over(&url, &format!("hand-over:{round}:{tasks}"), tasks).p50_us);
             *told = (events() - before.0) / (releases() - before.1).max(1.0);
         }
     }
@@ -134,14 +135,16 @@ fn unlock(key: &str, revision: i64) -> TxnRequest {
     TxnRequest { compare: vec![created(key, revision)], success: vec![op(Op::Delete(delete))], failure: Vec::new() }
 }
 
-async fn raw_pairs(port: u16, tasks: usize) -> f64 {
+async fn raw_pairs(port: u16, prefix: &str, tasks: usize) -> f64 {
+    let prefix = prefix.to_owned();
     let channel = channel(port).await;
     let lease = lease(&channel).await;
     let count = Arc::new(AtomicU64::new(0));
-    measure::rate(tasks, SPAN / 3, move |task| {
-        let (channel, count) = (channel.clone(), count.fetch_add(1, Ordering::Relaxed));
+    measure::rate(tasks, SPAN / 4, move |task| {
+        let (channel, prefix) = (channel.clone(), prefix.clone());
+        let count = count.fetch_add(1, Ordering::Relaxed);
         async move {
-            let line = format!("raw:{task}/");
+            let line = format!("{prefix}{task}/");
             let key = format!("{line}{count:032x}");
             let revision = txn(&channel, lock(&line, &key, lease)).await.header.map_or(0, |header| header.revision);
             txn(&channel, unlock(&key, revision)).await;
@@ -171,7 +174,7 @@ async fn raw_round(port: u16) -> f64 {
     let mut latencies = measure::histogram();
     let start = Instant::now();
     let mut round = 0;
-    while start.elapsed() < SPAN / 3 {
+    while start.elapsed() < SPAN / 4 {
         round += 1;
         let key = format!("round/{round}");
         let revision = txn(&deleter, lock("round/", &key, 0)).await.header.map_or(0, |header| header.revision);
@@ -186,11 +189,11 @@ async fn raw_round(port: u16) -> f64 {
     Latency::of(&latencies).p50_us
 }
 
-fn hand_over(url: &str, tasks: &str) -> Latency {
+fn hand_over(url: &str, name: &str, tasks: &str) -> Latency {
     let program = std::env::current_exe().expect("this program");
     measure::hand_overs(|_| {
         let mut command = Command::new(&program);
-        command.args(["peer", url, tasks]);
+        command.args(["peer", url, name, tasks]);
         command
     })
     .expect("both processes ran")

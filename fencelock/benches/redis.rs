@@ -39,7 +39,7 @@ async fn compare() {
         let (mut ours, mut raw, mut rslock) = (Vec::new(), Vec::new(), Vec::new());
         // In turns, so that a busy moment of the machine hits all.
         for _ in 0..ROUNDS {
-            ours.push(measure::our_rate(&url, tasks, ROUND).await);
+            ours.push(measure::our_rate(&url, "bench:", tasks, ROUND).await);
             raw.push(raw_pairs(&url, tasks).await);
             rslock.push(rslock_pairs(&url, tasks).await);
         }

@@ -33,7 +33,7 @@ async fn compare() {
         let (mut ours, mut rslock) = (Vec::new(), Vec::new());
         // In turns, so that a busy moment of the machine hits both.
         for _ in 0..ROUNDS {
-            ours.push(measure::our_rate(&nodes.url(), tasks, SPAN / 3).await);
+            ours.push(measure::our_rate(&nodes.url(), "bench:", tasks, SPAN / 3).await);
             rslock.push(rslock_pairs(&nodes, tasks).await);
         }
         println!(

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use zookeeper_client::{Acls, Client, CreateMode};
 
 const SPAN: Duration = Duration::from_secs(3);
-const ROUNDS: usize = 5;
+const ROUNDS: usize = 9;
 
 #[tokio::main]
 async fn main() {
@@ -38,7 +38,7 @@ async fn compare() {
         let (mut ours, mut raw, mut recipe) = (Vec::new(), Vec::new(), Vec::new());
         // In turns, so that a busy moment of the machine hits all, and since the server gets faster with time.
         for _ in 0..ROUNDS {
-            ours.push(measure::our_rate(&url, tasks, SPAN / 3).await);
+            ours.push(measure::our_rate(&url, "bench:", tasks, SPAN / 4).await);
             raw.push(raw_pairs(&server, tasks, false).await);
             recipe.push(raw_pairs(&server, tasks, true).await);
         }
@@ -92,7 +92,7 @@ async fn raw_pairs(server: &ZooKeeper, tasks: usize, list: bool) -> f64 {
         let open = CreateMode::Persistent.with_acls(Acls::anyone_all());
         let _ = client.create(&format!("/raw-{task}"), &[], &open).await;
     }
-    measure::rate(tasks, SPAN / 3, move |task| {
+    measure::rate(tasks, SPAN / 4, move |task| {
         let client = Arc::clone(&client);
         async move {
             let dir = format!("/raw-{task}");
@@ -116,7 +116,7 @@ async fn raw_hand_over(server: &ZooKeeper) -> f64 {
     let options = CreateMode::Ephemeral.with_acls(Acls::anyone_all());
     let mut latencies = measure::histogram();
     let start = Instant::now();
-    while start.elapsed() < SPAN / 3 {
+    while start.elapsed() < SPAN / 4 {
         holder.create("/raw-node", &[], &options).await.expect("created");
         waiter.sync("/raw-node").await.expect("the server answers");
         let (_, _, watcher) = waiter.get_and_watch_data("/raw-node").await.expect("it is there");

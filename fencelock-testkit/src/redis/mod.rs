@@ -174,6 +174,12 @@ pub struct RedisServer {
     dir: TempDir,
 }
 
+/// The crate tells the kind of an input/output error only in its text.
+fn is_interruption(error: &::redis::RedisError) -> bool {
+    error.is_io_error()
+        && error.to_string().contains(&io::Error::from_raw_os_error(rustix::io::Errno::INTR.raw_os_error()).to_string())
+}
+
 impl RedisServer {
     /// A server as it comes: no password, no persistence.
     ///
@@ -309,6 +315,16 @@ impl RedisServer {
     /// # Panics
     /// When the command is empty.
     pub fn try_ask<T: FromRedisValue>(&self, command: &[&str]) -> ::redis::RedisResult<T> {
+        loop {
+            match self.ask_once(command) {
+                // A signal, as a rule of a child that stopped or ended; a socket with a timeout does not go on by itself.
+                Err(error) if is_interruption(&error) => {}
+                outcome => return outcome,
+            }
+        }
+    }
+
+    fn ask_once<T: FromRedisValue>(&self, command: &[&str]) -> ::redis::RedisResult<T> {
         let credentials = self.password.as_ref().map_or_else(String::new, |password| format!(":{password}@"));
         let client = ::redis::Client::open(format!("redis://{credentials}127.0.0.1:{}", self.port))?;
         let mut connection = client.get_connection_with_timeout(Duration::from_secs(5))?;

@@ -14,21 +14,22 @@ const THREADS: &str = "3";
 
 /// What needs the machine for itself: thousands of waiters, or servers that are killed while many processes work. They come last,
 /// one at a time.
-const ALONE: [&str; 5] = ["conformance_mysql", "conformance_postgres", "redis_ha_torture", "sql_faults", "sql_torture"];
-
-/// What takes longer than the rest together: the same for engines that are a preview. `cargo xtask long` runs them, one at a time;
-/// `cargo xtask test` does not.
-const LONG: [&str; 9] = [
-    "conformance_etcd",
-    "conformance_redlock",
-    "conformance_zookeeper",
+const ALONE: [&str; 11] = [
+    "conformance_mysql",
+    "conformance_postgres",
     "etcd_faults",
     "etcd_torture",
+    "redis_ha_torture",
     "redlock_faults",
     "redlock_torture",
+    "sql_faults",
+    "sql_torture",
     "zookeeper_faults",
     "zookeeper_torture",
 ];
+
+/// What takes nearly as long as the rest together. `cargo xtask long` runs them, one at a time; `cargo xtask test` does not.
+const LONG: [&str; 3] = ["conformance_etcd", "conformance_redlock", "conformance_zookeeper"];
 
 /// A test program, and the directory of its package.
 struct Program {

@@ -16,6 +16,8 @@ pub struct Verdict {
     pub url: String,
     /// Whether every promise was kept.
     pub ok: bool,
+    /// Whether the engine promises an order, and so it was checked.
+    pub ordered: bool,
     /// How long it took, in seconds.
     pub seconds: f64,
     /// Processes at a time.
@@ -49,7 +51,7 @@ pub struct Verdict {
 }
 
 impl Verdict {
-    pub(super) fn new(plan: &Plan, report: Report, mut violations: Vec<Violation>, kills: u64) -> Self {
+    pub(super) fn new(plan: &Plan, report: Report, mut violations: Vec<Violation>, kills: u64, ordered: bool) -> Self {
         violations.extend(report.violations);
         violations.sort_by_key(|violation| violation.kind);
         let seconds = plan.lasts.as_secs_f64();
@@ -57,6 +59,7 @@ impl Verdict {
         Self {
             url: plan.url.clone(),
             ok: violations.is_empty(),
+            ordered,
             seconds,
             processes: plan.processes,
             workers: plan.workers,
@@ -97,7 +100,8 @@ impl fmt::Display for Verdict {
             self.busy, self.timeouts, self.cancelled, self.evictions, self.lost
         )?;
         if self.ok {
-            return write!(f, "ok: one at a time, first come first served, tokens grow, all free at the end");
+            let order = if self.ordered { "first come first served, " } else { "" };
+            return write!(f, "ok: one at a time, {order}tokens grow, all free at the end");
         }
         write!(f, "{} VIOLATIONS", self.violations.len())?;
         for violation in self.violations.iter().take(IN_DETAIL) {

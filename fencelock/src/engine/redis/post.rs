@@ -21,7 +21,7 @@ use tokio::sync::oneshot;
 /// The most operations in one call: a batch must not block the server for long.
 const BATCH: usize = 64;
 /// So many calls are under way at the same time; more operations wait for the next call.
-const CALLS: usize = 3;
+const CALLS: usize = 5;
 /// The same where a call carries operations of one slot only.
 const CALLS_BY_SLOT: usize = 64;
 /// How long a token is remembered after the last use of its lock; later ones are above it by the server's clock.
@@ -161,7 +161,7 @@ impl Desk {
         if by_slot {
             return self.calls < CALLS_BY_SLOT;
         }
-        self.calls == 0 || self.calls < CALLS && count >= self.usual / 2
+        self.calls == 0 || self.calls < CALLS && count >= self.usual
     }
 
     fn note_size(&mut self, count: usize) {

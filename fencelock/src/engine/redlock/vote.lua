@@ -275,7 +275,9 @@ local done, at = 0, 4
 while done < #KEYS do
   local code, count, ttl = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2]
   at = at + 2
-  if code == 'a' or code == 't' then
+  -- One that travels alone where somebody waits is as a rule one of those.
+  local rival = crowded and count == 1
+  if (code == 'a' or code == 't') and not rival then
     -- The common case: nobody holds, nobody waits, and the proposal is the highest so far, or the highest for this name.
     if not top then since, top = open(now) end
     -- What is accepted and not in T yet. It ascends.
@@ -313,7 +315,7 @@ while done < #KEYS do
       call('HSET', T, unpack(fields))
     end
   else
-    if code == 'r' then
+    if code == 'r' and not rival then
       -- Those who hold and whom nobody waits for: in two steps, however many they are.
       local values, free, find = call('MGET', unpack(KEYS, done + 1, done + count)), {}, string.find
       for index = 1, count do
@@ -331,6 +333,7 @@ while done < #KEYS do
       if not answers[done + index] then
         slow = slow or set_up()
         local answer = slow(code, KEYS[done + index], ARGV[at + index], ttl)
+        if answer == 'w' then state[2], crowded = '1', true end
         if answer == '0' and code == 'x' then state[3], crowded = '1', true end
         answers[done + index] = answer
       end

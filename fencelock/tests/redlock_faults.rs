@@ -440,6 +440,56 @@ async fn tokens_grow_above_what_any_majority_accepted() {
     }
 }
 
+/// The first node tells the holder, which gives the lock back on the others before the eviction gets there.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_eviction_counts_though_the_holder_is_faster_on_the_other_nodes() {
+    let world = World::new("timeout=5s").await;
+    let guard = world.near.mutex(NAME).ttl(LONG).acquire().await.unwrap();
+    eventually("it is held everywhere", async || world.keys() == [true; 5]).await;
+    for proxy in &world.proxies[1..] {
+        proxy.delay(Duration::from_millis(300));
+    }
+    assert_eq!(world.far.evict(NAME).await.unwrap(), 1);
+    assert!(!guard.is_valid());
+    assert_eq!(world.far.evict(NAME).await.unwrap(), 0, "nobody holds it");
+}
+
+/// Many locks at once, while somebody waits: for some of them, and for another one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_batch_hands_over_what_is_waited_for_and_passes_nobody_by() {
+    let nodes = Nodes::start(3);
+    let (holder, other) = (nodes.client().await, nodes.client().await);
+    let names: Vec<String> = (0..40).map(|number| format!("batch:{number}")).collect();
+    for round in 0..5 {
+        let all = |client: &Client| {
+            let acquire = |name: &String| {
+                let mutex = client.mutex(name.as_str()).ttl(LONG);
+                tokio::spawn(async move { mutex.acquire().await.unwrap() })
+            };
+            names.iter().map(acquire).collect::<Vec<_>>()
+        };
+        let mut held = Vec::new();
+        for acquired in all(&holder) {
+            held.push(at_once("it is free", acquired).await.unwrap());
+        }
+        let waiting = all(&other);
+        for name in &names {
+            until_line(&other, name, 1, 1).await;
+        }
+        let pushed = || nodes.servers.iter().map(|server| server.calls(&["publish"])).sum::<u64>();
+        let before = pushed();
+        let released: Vec<_> = held.into_iter().map(|guard| tokio::spawn(guard.release())).collect();
+        for guard in waiting {
+            at_once("it is handed over", guard).await.unwrap().release().await.unwrap();
+        }
+        for released in released {
+            released.await.unwrap().unwrap();
+        }
+        // Whoever finds it free in the end was not told.
+        assert!(pushed() - before >= 2 * names.len() as u64, "round {round}: a majority hands over");
+    }
+}
+
 /// Where a node notes what it accepted.
 const TOKENS: &str = "fencelock:redlock:tokens";
 

@@ -226,9 +226,10 @@ impl RedisServer {
     fn answers(&mut self) -> bool {
         let until = Instant::now() + PATIENCE;
         loop {
-            if let Ok(info) = self.try_ask::<String>(&["INFO", "server"]) {
+            // It answers this also while it reads its data.
+            if let Ok(info) = self.try_ask::<String>(&["INFO"]) {
                 let own = format!("process_id:{}\r", self.program().id());
-                if info.contains(&own) {
+                if info.contains(&own) && info.contains("\nloading:0\r") {
                     return true;
                 }
             }

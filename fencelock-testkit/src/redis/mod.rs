@@ -226,10 +226,10 @@ impl RedisServer {
     fn answers(&mut self) -> bool {
         let until = Instant::now() + PATIENCE;
         loop {
-            // It answers this also while it reads its data.
+            // It answers this also while it reads its data; a Sentinel has none.
             if let Ok(info) = self.try_ask::<String>(&["INFO"]) {
                 let own = format!("process_id:{}\r", self.program().id());
-                if info.contains(&own) && info.contains("\nloading:0\r") {
+                if info.contains(&own) && !info.contains("\nloading:1\r") {
                     return true;
                 }
             }

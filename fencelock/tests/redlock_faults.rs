@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![cfg(feature = "redlock")]
 
-use fencelock::{Client, ErrorKind, Loss, connect};
+use fencelock::{Client, ErrorKind, Loss, Owner, connect};
 use fencelock_testkit::proxy::Proxy;
 use fencelock_testkit::redis::RedisServer;
 use fencelock_testkit::redlock::{Nodes, url};
@@ -427,11 +427,7 @@ async fn tokens_grow_above_what_any_majority_accepted() {
         nodes.servers[round % 5].run(&["DEL", TOKENS]);
         if round == 4 {
             newest += 30_000_000;
-            let record = format!("{newest:016}:{}\n\n", "0".repeat(32));
-            for server in &nodes.servers[..3] {
-                let since: String = server.ask::<Option<String>>(&["HGET", TOKENS, ""]).unwrap_or("0".repeat(16));
-                server.run(&["HSET", TOKENS, "", &format!("{}{record}", &since[..16]), NAME, &record]);
-            }
+            note_token(&nodes, NAME, newest);
         }
         // What nodes noted is old by now, and makes room.
         if round >= 4 {
@@ -492,6 +488,126 @@ async fn a_batch_hands_over_what_is_waited_for_and_passes_nobody_by() {
 
 /// Where a node notes what it accepted.
 const TOKENS: &str = "fencelock:redlock:tokens";
+
+/// Many free locks at once are granted in few steps, and each as if it were alone: it ends, its token is noted and above all before,
+/// and one that cannot be had does not stand in the way of the others.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_batch_is_granted_as_each_of_it_would_be() {
+    let nodes = Nodes::start(3);
+    let client = nodes.client().await;
+    let names: Vec<String> = (0..40).map(|number| format!("batch:{number}")).collect();
+    let all = async || {
+        let acquire = |name: &String| {
+            let mutex = client.mutex(name.as_str()).ttl(LONG);
+            tokio::spawn(async move { mutex.try_acquire().await.unwrap() })
+        };
+        let mut guards = Vec::new();
+        for acquired in names.iter().map(acquire).collect::<Vec<_>>() {
+            guards.push(acquired.await.unwrap());
+        }
+        guards
+    };
+    let set = || nodes.servers.iter().map(|server| server.calls(&["msetnx"])).sum::<u64>();
+    let guards = all().await;
+    assert!(guards.iter().all(Option::is_some));
+    assert!(set() > 0, "it was the way of many");
+    let mut newest = 0;
+    for (name, guard) in names.iter().zip(guards.into_iter().flatten()) {
+        eventually("it is held everywhere", async || nodes.holding(name) == 3).await;
+        for server in &nodes.servers {
+            let (life, noted) = (server.ask::<i64>(&["PTTL", name]), server.ask::<u64>(&["HEXISTS", TOKENS, name]));
+            assert!(life > 0, "{name} has no end");
+            assert_eq!(noted, 1, "{name} is not noted");
+        }
+        newest = newest.max(guard.token().as_u64());
+        guard.release().await.unwrap();
+        until_free(&client, name).await;
+    }
+    // Somebody's clock was ahead by half a minute, for one of them; and somebody who knows nothing of fencelock holds another one.
+    let ahead = newest + 30_000_000;
+    note_token(&nodes, "batch:30", ahead);
+    for server in &nodes.servers {
+        server.run(&["SET", "batch:20", "somebody", "PX", "100000"]);
+    }
+    let guards = all().await;
+    for (name, guard) in names.iter().zip(&guards) {
+        assert_eq!(guard.is_none(), name == "batch:20", "{name}");
+        if let Some(guard) = guard {
+            assert!(guard.token().as_u64() > if name == "batch:30" { ahead } else { newest }, "{name}");
+        }
+    }
+}
+
+/// A lock may be free although somebody waits, or somebody's claim comes after it was given up: a batch sees it as a lone claim does.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_batch_does_not_pass_by_who_waits_or_revive_who_gave_up() {
+    let nodes = Nodes::start(3);
+    let (client, other) = (nodes.client().await, nodes.client().await);
+    for round in 0..5 {
+        let name = |number: u32| format!("batch:{round}:{number}");
+        let (wanted, given_up, owner) = (name(20), name(30), Owner::random());
+        // Somebody who tells nobody holds it, and dies.
+        for server in &nodes.servers {
+            server.run(&["SET", &wanted, "somebody", "PX", "100000"]);
+            let grave = format!("fencelock:rx:{owner}:{given_up}");
+            server.run(&["SET", &grave, "9999999999999999", "PX", "60000"]);
+            server.run(&["SET", "fencelock:redlock:graves", "1", "PX", "60000"]);
+        }
+        let waiting = other.mutex(wanted.as_str()).ttl(LONG);
+        let waiting = tokio::spawn(async move { waiting.acquire().await.unwrap() });
+        until_line(&client, &wanted, 1, 1).await;
+        for server in &nodes.servers {
+            server.run(&["DEL", &wanted]);
+        }
+        let acquire = |number: u32| {
+            let mutex = client.mutex(name(number)).ttl(LONG);
+            let mutex = if number == 30 { mutex.owner(owner) } else { mutex };
+            tokio::spawn(async move { mutex.try_acquire().await })
+        };
+        for (number, acquired) in (0..40).map(acquire).collect::<Vec<_>>().into_iter().enumerate() {
+            match acquired.await.unwrap() {
+                Err(error) => assert_eq!((number, error.kind()), (30, ErrorKind::NotHeld), "{error}"),
+                Ok(None) => assert_eq!(number, 20),
+                Ok(Some(_)) => assert!(![20, 30].contains(&number), "round {round}: {number}"),
+            }
+        }
+        at_once("the one who waited has it", waiting).await.unwrap();
+    }
+}
+
+/// All in one batch: of those who want the same, one gets it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_batch_with_the_same_lock_twice_grants_it_once() {
+    let nodes = Nodes::start(3);
+    let client = nodes.client().await;
+    for round in 0..20 {
+        // While the first one is under way, the others come together.
+        let name = format!("wanted:{round}");
+        let wanted = std::iter::once("first").chain(std::iter::repeat_n(name.as_str(), 20));
+        let acquire = |name: &str| {
+            let mutex = client.mutex(name).ttl(LONG);
+            tokio::spawn(async move { mutex.try_acquire().await.unwrap() })
+        };
+        let mut guards = Vec::new();
+        for acquired in wanted.map(acquire).collect::<Vec<_>>() {
+            guards.extend(acquired.await.unwrap());
+        }
+        let granted = guards.iter().filter(|guard| guard.name() == name).count();
+        assert_eq!(granted, 1, "round {round}");
+        for guard in guards {
+            guard.release().await.unwrap();
+        }
+    }
+}
+
+/// Lets a majority have accepted this token.
+fn note_token(nodes: &Nodes, name: &str, token: u64) {
+    let record = format!("{token:016}:{}\n\n", "0".repeat(32));
+    for server in &nodes.servers[..=nodes.servers.len() / 2] {
+        let since: String = server.ask::<Option<String>>(&["HGET", TOKENS, ""]).unwrap_or("0".repeat(16));
+        server.run(&["HSET", TOKENS, "", &format!("{}{record}", &since[..16]), name, &record]);
+    }
+}
 
 /// Lets the notes of all nodes be old.
 fn age(nodes: &Nodes) {

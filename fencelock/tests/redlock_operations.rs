@@ -30,6 +30,14 @@ fn documented() -> Vec<String> {
 }
 
 async fn use_everything(client: &Client, nodes: &Nodes) {
+    // Many at once, before anybody waits: later on they go another way.
+    let one_of_many = |number: u32| {
+        let mutex = client.mutex(format!("app:{number}"));
+        tokio::spawn(async move { mutex.acquire().await?.release().await })
+    };
+    for one in (0..20).map(one_of_many).collect::<Vec<_>>() {
+        one.await.unwrap().unwrap();
+    }
     let mutex = || client.mutex(NAME).ttl(LONG);
     let guard = mutex().acquire().await.unwrap();
     let waiter = tokio::spawn({

@@ -6,8 +6,9 @@
 use crate::engine::redis::Packer;
 use crate::{Moment, Name, Owner};
 use redis::{Script, Value};
+use std::collections::HashSet;
 use std::fmt::Write;
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 use tokio::sync::oneshot;
 
@@ -41,9 +42,12 @@ pub(super) enum Code {
 }
 
 impl Code {
-    fn letter(self) -> &'static str {
+    /// `distinct`: for names that all differ.
+    fn letter(self, distinct: bool) -> &'static str {
         match self {
+            Code::Acquire if distinct => "A",
             Code::Acquire => "a",
+            Code::Try if distinct => "T",
             Code::Try => "t",
             Code::Renew => "n",
             Code::Restore => "c",
@@ -58,6 +62,11 @@ impl Code {
     /// Whether a node writes down what is noted of the owner.
     fn has_note(self) -> bool {
         matches!(self, Code::Acquire | Code::Try | Code::Restore)
+    }
+
+    /// Decided when every node has answered; otherwise as soon as a majority has, or cannot any more.
+    fn asks_all(self) -> bool {
+        matches!(self, Code::Restore | Code::Undo | Code::Evict | Code::Inspect)
     }
 
     /// Something that must reach every node in the end, since it makes room for others.
@@ -164,7 +173,7 @@ pub(super) struct Outcome {
     pub(super) won: bool,
     /// When the first request was sent.
     pub(super) sent: Moment,
-    /// What was answered by then.
+    /// What was answered by then; nothing for somebody whom a majority has granted, renewed or freed.
     pub(super) voices: Vec<Voice>,
 }
 
@@ -184,12 +193,42 @@ struct Tally {
     yes: usize,
     /// Nodes that said no for good.
     no: usize,
-    done: usize,
-    voices: Vec<Voice>,
     tell: Option<oneshot::Sender<Outcome>>,
     decided: Option<bool>,
     /// What follows from a late answer was done.
     followed: bool,
+}
+
+/// What one node said to all of a batch.
+#[derive(Debug)]
+struct Heard {
+    node: usize,
+    /// Only proposals above this one are votes; `None`: none is.
+    floor: Option<u64>,
+    answers: Vec<Answer>,
+}
+
+impl Heard {
+    fn votes(&self, op: &Op) -> bool {
+        self.floor.is_some_and(|floor| op.who.token > floor)
+    }
+}
+
+#[derive(Debug)]
+struct Count {
+    heard: Vec<Heard>,
+    tallies: Vec<Tally>,
+}
+
+impl Count {
+    /// What was said to one operation so far.
+    fn voices(heard: &[Heard], op: &Op, at: usize) -> Vec<Voice> {
+        let voice = |heard: &Heard| {
+            let answer = heard.answers.get(at)?.clone();
+            Some(Voice { node: heard.node, votes: heard.votes(op), answer })
+        };
+        heard.iter().filter_map(voice).collect()
+    }
 }
 
 /// Operations that travel together.
@@ -202,7 +241,7 @@ pub(super) struct Batch {
     nodes: usize,
     majority: usize,
     packed: OnceLock<Vec<u8>>,
-    tallies: Mutex<(usize, Vec<Tally>)>,
+    count: Mutex<Count>,
 }
 
 /// What is to be done after an answer was counted.
@@ -217,15 +256,7 @@ impl Batch {
     pub(super) fn new(mut ops: Vec<Op>, longest: Duration, sent: Moment, nodes: usize) -> Self {
         // Nodes need not look up what they have accepted as long as proposals ascend.
         ops.sort_by_key(|op| (op.code, op.who.token));
-        let tally = |op: &mut Op| Tally {
-            yes: 0,
-            no: 0,
-            done: 0,
-            voices: Vec::with_capacity(nodes),
-            tell: op.tell.take(),
-            decided: None,
-            followed: false,
-        };
+        let tally = |op: &mut Op| Tally { yes: 0, no: 0, tell: op.tell.take(), decided: None, followed: false };
         let tallies = ops.iter_mut().map(tally).collect();
         Self {
             ops,
@@ -234,7 +265,7 @@ impl Batch {
             nodes,
             majority: nodes / 2 + 1,
             packed: OnceLock::new(),
-            tallies: Mutex::new((0, tallies)),
+            count: Mutex::new(Count { heard: Vec::with_capacity(nodes), tallies }),
         }
     }
 
@@ -267,7 +298,7 @@ impl Batch {
         let mut what = String::with_capacity(128);
         for group in self.ops.chunk_by(alike) {
             let [first, ..] = group else { continue };
-            packer.text(first.code.letter());
+            packer.text(first.code.letter(all_differ(group)));
             packer.number(group.len() as u64);
             match first.code {
                 Code::Inspect => packer.text(&*first.note),
@@ -286,19 +317,15 @@ impl Batch {
         packed
     }
 
-    fn tallies(&self) -> MutexGuard<'_, (usize, Vec<Tally>)> {
-        self.tallies.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Counts a node's reply. Proposals up to `floor` are no votes; `None`: the node does not vote at all.
     pub(super) fn count(&self, node: usize, floor: Option<u64>, answers: Vec<Answer>) -> Next {
         let mut next = Next::default();
-        let mut tallies = self.tallies();
-        tallies.0 += 1;
-        next.room = tallies.0 == self.majority;
-        for ((op, tally), answer) in self.ops.iter().zip(&mut tallies.1).zip(answers) {
-            let votes = floor.is_some_and(|floor| op.who.token > floor);
-            self.count_one(op, tally, Voice { node, votes, answer }, &mut next);
+        let mut count = self.count.lock().unwrap_or_else(PoisonError::into_inner);
+        let Count { heard, tallies } = &mut *count;
+        heard.push(Heard { node, floor, answers });
+        next.room = heard.len() == self.majority;
+        for (at, (op, tally)) in self.ops.iter().zip(tallies).enumerate() {
+            self.count_one(at, op, tally, heard, &mut next);
         }
         next
     }
@@ -309,72 +336,57 @@ impl Batch {
         self.count(node, None, answers)
     }
 
-    fn count_one(&self, op: &Op, tally: &mut Tally, voice: Voice, next: &mut Next) {
-        tally.done += 1;
-        match &voice.answer {
-            Answer::Granted if voice.votes => tally.yes += 1,
+    /// Counts what the node that was heard last says to one operation.
+    fn count_one(&self, at: usize, op: &Op, tally: &mut Tally, heard: &[Heard], next: &mut Next) {
+        let Some((last, answer)) = heard.last().and_then(|last| Some((last, last.answers.get(at)?))) else { return };
+        match answer {
+            Answer::Granted if last.votes(op) => tally.yes += 1,
             // A node that does not vote on claims still tells the truth about a hold.
             Answer::Renewed | Answer::Freed => tally.yes += 1,
             // It can change nothing, and yet whoever is told that it was not enough wants to know what the others say.
             Answer::Failed(..) => {}
             _ => tally.no += 1,
         }
-        let granted = voice.answer == Answer::Granted;
-        let unsure = matches!(voice.answer, Answer::Failed(_, true));
-        let missing = voice.answer == Answer::Missing;
-        if tally.decided.is_none() {
-            tally.voices.push(voice);
-            tally.decided = self.decide(op.code, tally);
-            if let Some(won) = tally.decided
-                && let Some(tell) = tally.tell.take()
-            {
-                let voices = std::mem::take(&mut tally.voices);
-                self.follow_decision(op, won, &voices, tally, next);
-                let _ = tell.send(Outcome { won, sent: self.sent, voices });
-            }
-        } else if !tally.followed {
-            match (op.code, tally.decided) {
-                (Code::Try, Some(false)) if granted || unsure => {
-                    tally.followed = true;
-                    next.ops.push(op.turned_into(Code::Undo));
-                }
-                (Code::Renew, Some(true)) if missing => {
-                    tally.followed = true;
-                    next.ops.push(op.turned_into(Code::Restore));
-                }
-                _ => {}
-            }
-        }
-    }
-
-    /// A lost vote is taken back; a renewed hold is brought back where it is missing.
-    fn follow_decision(&self, op: &Op, won: bool, voices: &[Voice], tally: &mut Tally, next: &mut Next) {
-        let any = |what: fn(&Answer) -> bool| voices.iter().any(|voice| what(&voice.answer));
-        let code = match op.code {
-            Code::Try if !won && any(|answer| matches!(answer, Answer::Granted | Answer::Failed(_, true))) => {
-                Code::Undo
-            }
-            Code::Renew if won && any(|answer| *answer == Answer::Missing) => Code::Restore,
-            _ => return,
+        let told = if tally.decided.is_none() {
+            tally.decided = self.decide(op.code, tally, heard.len());
+            // Whatever was said so far counts for what follows; later on, only what is new.
+            heard
+        } else {
+            std::slice::from_ref(last)
         };
-        tally.followed = true;
-        next.ops.push(op.turned_into(code));
-    }
-
-    fn decide(&self, code: Code, tally: &Tally) -> Option<bool> {
-        let all = tally.done == self.nodes;
-        let hopeless = tally.no > self.nodes - self.majority;
-        match code {
-            Code::Acquire | Code::Try | Code::Renew | Code::Release | Code::GiveUp => {
-                if tally.yes >= self.majority {
-                    Some(true)
-                } else {
-                    (all || hopeless).then_some(false)
-                }
+        let Some(won) = tally.decided else { return };
+        let any = |what: fn(&Answer) -> bool| told.iter().filter_map(|heard| heard.answers.get(at)).any(what);
+        // A lost vote is taken back; a renewed hold is brought back where it is missing.
+        let follows = match op.code {
+            _ if tally.followed => None,
+            Code::Try if !won && any(|answer| matches!(answer, Answer::Granted | Answer::Failed(_, true))) => {
+                Some(Code::Undo)
             }
-            Code::Restore | Code::Undo | Code::Evict | Code::Inspect => all.then_some(tally.yes >= self.majority),
+            Code::Renew if won && any(|answer| *answer == Answer::Missing) => Some(Code::Restore),
+            _ => None,
+        };
+        if let Some(code) = follows {
+            tally.followed = true;
+            next.ops.push(op.turned_into(code));
+        }
+        if let Some(tell) = tally.tell.take() {
+            // Who has won needs no reasons.
+            let voices = if won && !op.code.asks_all() { Vec::new() } else { Count::voices(heard, op, at) };
+            let _ = tell.send(Outcome { won, sent: self.sent, voices });
         }
     }
+
+    fn decide(&self, code: Code, tally: &Tally, heard: usize) -> Option<bool> {
+        let (won, all) = (tally.yes >= self.majority, heard == self.nodes);
+        let decided = all || !code.asks_all() && (won || tally.no > self.nodes - self.majority);
+        decided.then_some(won)
+    }
+}
+
+/// Whether these are several, and each of another lock.
+fn all_differ(ops: &[Op]) -> bool {
+    let mut names = HashSet::with_capacity(ops.len());
+    ops.len() > 1 && ops.iter().all(|op| names.insert(op.name.as_str()))
 }
 
 pub(super) fn millis(span: Duration) -> u64 {

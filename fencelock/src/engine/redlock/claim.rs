@@ -227,7 +227,7 @@ impl Candidate<'_> {
         (free + turn).min(often) + Duration::from_micros(1_000 + random() % 4_000)
     }
 
-    async fn wait(mut self, mut expected: Expected) -> Result<Grant> {
+    async fn wait(mut self, expected: Expected) -> Result<Grant> {
         loop {
             let outcome = self.ask(Code::Acquire).await?;
             if outcome.won {
@@ -271,7 +271,7 @@ impl Candidate<'_> {
                     continue;
                 }
             };
-            if let Some(grant) = self.listen(&mut expected.told, look, &outcome).await {
+            if let Some(grant) = self.listen(&expected.told, look, &outcome).await {
                 return Ok(grant);
             }
             // A holder, or somebody who tried, had a higher token: this one's must be above it, wherever it is asked for.
@@ -288,7 +288,7 @@ impl Candidate<'_> {
     }
 
     /// Waits until a majority has handed the lock over, or until it is worth asking again. What was granted before counts as well.
-    async fn listen(&self, told: &mut Told, look: Duration, outcome: &Outcome) -> Option<Grant> {
+    async fn listen(&self, told: &Told, look: Duration, outcome: &Outcome) -> Option<Grant> {
         let mut until = Clock::Boot.now().after(look);
         let granted = outcome.voices.iter().filter(|voice| voice.votes && voice.answer == Answer::Granted);
         let mut votes: HashSet<usize> = granted.map(|voice| voice.node).collect();
@@ -297,7 +297,7 @@ impl Candidate<'_> {
         loop {
             let (node, push) = tokio::select! {
                 biased;
-                push = told.recv() => push?,
+                push = told.next() => push,
                 () = Clock::Boot.sleep_until(until) => return None,
             };
             match push {

@@ -6,17 +6,22 @@
 use super::ballot::{Answer, Batch, Code, Next, Op, Outcome, Voice, Who, millis};
 use super::node::{Intro, Node, Push, Trust, UNTRIED};
 use crate::{Clock, Error, ErrorKind, Moment, Name, Owner, Result};
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::runtime::{Builder, Handle, Runtime};
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Notify, mpsc, oneshot, watch};
 
 /// The most operations in one batch: it must not block a node for long.
 const BATCH: usize = 128;
 /// So many batches wait for their majority at the same time; more operations wait for the next one.
 const CALLS: usize = 2;
+/// From this size on it is worth waiting for a batch to become as large as the last ones.
+const LARGE: usize = 8;
+/// How often the driver lets others run meanwhile, and for how long at most.
+const TURNS: u32 = 16;
+const GATHER: Duration = Duration::from_millis(1);
 
 static DRIVER: LazyLock<std::io::Result<Runtime>> = LazyLock::new(|| {
     Builder::new_multi_thread().worker_threads(1).thread_name("fencelock-redlock").enable_all().build()
@@ -58,8 +63,32 @@ struct Roll {
     founders: HashSet<String>,
 }
 
-pub(super) type Told = mpsc::UnboundedReceiver<(usize, Push)>;
-type Waiting = HashMap<Owner, (Name, mpsc::UnboundedSender<(usize, Push)>)>;
+/// What nodes pushed for one who waits, and who does not as a rule: it costs little until something comes.
+#[derive(Default)]
+pub(super) struct Told {
+    pushes: Mutex<VecDeque<(usize, Push)>>,
+    bell: Notify,
+}
+
+impl Told {
+    fn tell(&self, node: usize, push: Push) {
+        self.pushes.lock().unwrap_or_else(PoisonError::into_inner).push_back((node, push));
+        self.bell.notify_one();
+    }
+
+    /// The next one. One listener at a time.
+    pub(super) async fn next(&self) -> (usize, Push) {
+        loop {
+            let push = self.pushes.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+            match push {
+                Some(push) => return push,
+                None => self.bell.notified().await,
+            }
+        }
+    }
+}
+
+type Waiting = HashMap<Owner, (Name, Arc<Told>)>;
 
 pub(super) struct Council {
     pub(super) nodes: Vec<Arc<Node>>,
@@ -141,9 +170,9 @@ impl Council {
     }
 
     /// All nodes get all batches in the same order, hence under the lock. As on one server, a batch costs much more than an
-    /// operation: while one is under way, the next waits until it is about as large as they have been lately.
+    /// operation: while one is under way, the next waits until it is twice as large as they have been lately.
     fn seal(&self, desk: &mut Desk) {
-        while !desk.queue.is_empty() && (desk.calls == 0 || desk.calls < CALLS && desk.queue.len() >= desk.usual) {
+        while !desk.queue.is_empty() && (desk.calls == 0 || desk.calls < CALLS && desk.queue.len() >= 2 * desk.usual) {
             let rest = if desk.queue.len() > BATCH { desk.queue.split_off(BATCH) } else { Vec::new() };
             let ops = std::mem::replace(&mut desk.queue, rest);
             desk.usual = (3 * desk.usual + ops.len()).div_ceil(4);
@@ -172,9 +201,27 @@ impl Council {
             }
         }
         if next.room {
+            if desk.calls == 1 {
+                desk = self.gather(desk);
+            }
             desk.calls = desk.calls.saturating_sub(1);
         }
         self.seal(&mut desk);
+    }
+
+    /// Those who have just been told as a rule have the next operation to hand in. They run on other threads, and so may the nodes on
+    /// this machine: all get a chance before the driver goes on with the little that is there.
+    fn gather<'a>(&'a self, mut desk: MutexGuard<'a, Desk>) -> MutexGuard<'a, Desk> {
+        let until = Clock::Boot.now().after(GATHER);
+        for _ in 0..TURNS {
+            if desk.usual < LARGE || 4 * desk.queue.len() >= 3 * desk.usual || Clock::Boot.now() >= until {
+                break;
+            }
+            drop(desk);
+            std::thread::yield_now();
+            desk = self.desk();
+        }
+        desk
     }
 
     /// A token above `seen`, above all that this client proposed by the clock, and not below the nodes' time in µs.
@@ -205,14 +252,14 @@ impl Council {
 
     /// From now on, what nodes push for this owner is told. One claim at a time.
     pub(super) fn expect(self: &Arc<Self>, owner: Owner, name: &Name) -> Result<Expected> {
-        let (tell, told) = mpsc::unbounded_channel();
         let mut waiting = self.waiting();
         if waiting.contains_key(&owner) {
             return Err(Error::invalid(
                 "this owner is waiting for a lock already; an owner stands for one acquisition at a time",
             ));
         }
-        waiting.insert(owner, (name.clone(), tell));
+        let told = Arc::<Told>::default();
+        waiting.insert(owner, (name.clone(), Arc::clone(&told)));
         Ok(Expected { council: Arc::clone(self), owner, told })
     }
 
@@ -221,8 +268,8 @@ impl Council {
         match &push {
             Push::Granted { owner, key, .. } | Push::Look { owner, key } => {
                 // It may wait for another lock by now; late news of this one must not be taken for news of that.
-                if let Some((_, tell)) = self.waiting().get(owner).filter(|(name, _)| name.as_str() == key) {
-                    let _ = tell.send((node, push.clone()));
+                if let Some((_, told)) = self.waiting().get(owner).filter(|(name, _)| name.as_str() == key) {
+                    told.tell(node, push.clone());
                 }
             }
             Push::Lost { owner } => {
@@ -230,8 +277,8 @@ impl Council {
             }
             // Words may have been missed.
             Push::Broken => {
-                for (_, tell) in self.waiting().values() {
-                    let _ = tell.send((node, push.clone()));
+                for (_, told) in self.waiting().values() {
+                    told.tell(node, push.clone());
                 }
             }
         }
@@ -388,7 +435,7 @@ impl Desk {
 pub(super) struct Expected {
     council: Arc<Council>,
     owner: Owner,
-    pub(super) told: Told,
+    pub(super) told: Arc<Told>,
 }
 
 impl Drop for Expected {

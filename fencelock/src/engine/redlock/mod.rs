@@ -28,7 +28,7 @@ use crate::{
 use async_trait::async_trait;
 use redis::ConnectionAddr;
 use std::collections::BTreeSet;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
 
@@ -89,9 +89,11 @@ pub(crate) async fn open(url: &Url, text: &str) -> Result<RedlockEngine> {
         driver.spawn(Arc::clone(node).run(Arc::downgrade(&council), inbox));
     }
     let address = format!("{}://{}", url.scheme, addresses.join(","));
+    let nameless: Arc<str> = format!("\n{session}\n").into();
     let engine = RedlockEngine {
         council,
-        session: session.into(),
+        last_note: Mutex::new(Arc::clone(&nameless)),
+        nameless,
         address,
         taken: tokio::sync::Mutex::new(taken),
         timeout,
@@ -184,7 +186,9 @@ fn check_count(count: usize) -> Result<()> {
 /// An engine over several Redis servers.
 pub(crate) struct RedlockEngine {
     council: Arc<Council>,
-    session: Arc<str>,
+    /// What nodes note of an owner without a label: the session.
+    nameless: Arc<str>,
+    last_note: Mutex<Arc<str>>,
     address: String,
     /// Owners whose lock was taken away.
     taken: tokio::sync::Mutex<mpsc::UnboundedReceiver<Owner>>,
@@ -210,12 +214,17 @@ impl RedlockEngine {
         }
     }
 
+    /// What nodes note of an owner with this label. As a rule a client has one label for all.
     fn note(&self, label: &str) -> Arc<str> {
-        format!("\n{}\n{label}", self.session).into()
+        let mut last = self.last_note.lock().unwrap_or_else(PoisonError::into_inner);
+        if last.strip_prefix(&*self.nameless) != Some(label) {
+            *last = format!("{}{label}", self.nameless).into();
+        }
+        Arc::clone(&last)
     }
 
     fn op(&self, code: Code, name: &Name, who: Who, ttl: Duration) -> Op {
-        Op { code, name: name.clone(), who, ttl, note: self.note(""), tell: None }
+        Op { code, name: name.clone(), who, ttl, note: Arc::clone(&self.nameless), tell: None }
     }
 
     /// For this hold, and no other one of the same owner; or for all that an owner may have asked for so far.
@@ -353,12 +362,13 @@ impl Engine for RedlockEngine {
 
     async fn release(&self, hold: &Hold) -> Result<Release> {
         let give_up = Clock::Boot.now().after(self.patience);
-        let mut freeing = Freeing::new(self.council.nodes.len());
+        let mut freeing = None;
         loop {
             let outcome = answered(self.council.submit(self.hold_op(Code::Release, hold))).await?;
             if outcome.won {
                 return Ok(Release::Freed);
             }
+            let freeing = freeing.get_or_insert_with(|| Freeing::new(self.council.nodes.len()));
             if let Some(release) = freeing.hear(&outcome.voices, self.council.majority) {
                 return Ok(release);
             }

@@ -18,8 +18,8 @@
 -- ARGV: how long T lasts in ms, longer than any lease, claim window in ms, life of Q, W and X in ms; then groups of operations, in the
 --   order of KEYS: code, count, ttl in ms (for i: how many waiters to show), and for each operation what K is to be (a, t, c) or the
 --   proposal
--- Codes: a acquire or wait (again: confirm, or look)   t acquire or leave it   n renew   c renew, or bring back
---   r release   x give up: also what is on its way   u take a proposal back   v evict   i inspect
+-- Codes: a acquire or wait (again: confirm, or look)   t acquire or leave it   A, T the same, of names that all differ
+--   n renew   c renew, or bring back   r release   x give up: also what is on its way   u take a proposal back   v evict   i inspect
 -- Reply: server time in µs, a text with one letter per operation (behind \n why this node does not vote, and for how long, if
 -- so), and what some letters have to say, in their order:
 --   g granted   b busy {K, lease left in ms}   w waits {K, lease left in ms, how many ahead}   l too low {highest accepted}
@@ -28,7 +28,7 @@
 -- Invariants: a proposal is accepted only above all that were accepted before, or again by the same owner. Nobody is granted the lock
 -- past a living waiter whose proposal can be accepted. A waiter that is handed the lock holds for the claim window.
 
-local call = redis.call
+local call, KEYS, ARGV = redis.call, KEYS, ARGV
 local time = call('TIME')
 local now = time[1] * 1000000 + time[2]
 local state = {}
@@ -274,15 +274,40 @@ local slow
 local done, at = 0, 4
 while done < #KEYS do
   local code, count, ttl = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2]
+  local distinct = code == 'A' or code == 'T'
+  if distinct then code = string.lower(code) end
   at = at + 2
   -- One that travels alone where somebody waits is as a rule one of those.
   local rival = crowded and count == 1
   if (code == 'a' or code == 't') and not rival then
     -- The common case: nobody holds, nobody waits, and the proposal is the highest so far, or the highest for this name.
     if not top then since, top = open(now) end
+    -- If that is so for all of a group, they are granted in a few steps, however many they are.
+    local granted
+    if distinct and not crowded then
+      local items, highest = {}, top
+      for index = 1, count do
+        local value = ARGV[at + index]
+        if value <= highest then
+          highest = nil
+          break
+        end
+        highest = value
+        items[2 * index - 1], items[2 * index] = KEYS[done + index], value
+      end
+      if highest and call('MSETNX', unpack(items)) == 1 then
+        for index = done + 1, done + count do
+          call('PEXPIRE', KEYS[index], ttl)
+          answers[index] = 'g'
+        end
+        top = highest
+        call('HSET', T, '', since .. top, unpack(items))
+        granted = true
+      end
+    end
     -- What is accepted and not in T yet. It ascends.
     local fields, last = {'', ''}, ''
-    for index = 1, count do
+    for index = 1, granted and 0 or count do
       local K, value = KEYS[done + index], ARGV[at + index]
       local free = value > last
       if crowded and call('EXISTS', 'fencelock:rq:' .. K, 'fencelock:rx:' .. sub(value, 18, 49) .. ':' .. K) > 0 then free = false end
@@ -317,17 +342,17 @@ while done < #KEYS do
   else
     if code == 'r' and not rival then
       -- Those who hold and whom nobody waits for: in two steps, however many they are.
-      local values, free, find = call('MGET', unpack(KEYS, done + 1, done + count)), {}, string.find
+      local values, free, freed, find = call('MGET', unpack(KEYS, done + 1, done + count)), {}, 0, string.find
       for index = 1, count do
-        local value = values[index]
-        local K = KEYS[done + index]
+        local value, K = values[index], KEYS[done + index]
         if value and find(value, ARGV[at + index], 1, true) == 1
           and not (state[2] and call('EXISTS', 'fencelock:rq:' .. K) == 1) then
-          free[#free + 1] = K
+          freed = freed + 1
+          free[freed] = K
           answers[done + index] = 'f'
         end
       end
-      if #free > 0 then call('DEL', unpack(free)) end
+      if freed > 0 then call('DEL', unpack(free)) end
     end
     for index = 1, count do
       if not answers[done + index] then

@@ -571,7 +571,7 @@ async fn a_batch_does_not_pass_by_who_waits_or_revive_who_gave_up() {
                 Ok(Some(_)) => assert!(![20, 30].contains(&number), "round {round}: {number}"),
             }
         }
-        at_once("the one who waited has it", waiting).await.unwrap();
+        drop(at_once("the one who waited has it", waiting).await.unwrap());
     }
 }
 

@@ -83,6 +83,11 @@ impl Candidate<'_> {
     /// Runs the command as the leader. None when leadership was lost, and we should stand again.
     async fn lead(&self, holding: Holding, signals: &mut Signals) -> Result<Option<Exit>, Failure> {
         self.console.note(&format!("leading {:?}, token {}", self.elect.name, holding.token()));
+        if let Err(error) = holding.last(self.grace).await {
+            self.console.say(&format!("{error}; standing again"));
+            release(holding, true, self.console).await;
+            return Ok(None);
+        }
         let url = url_for_others(self.client, self.url);
         let duty = Duty {
             command: &self.elect.command,

@@ -62,6 +62,16 @@ impl Holding {
         self.guards().all(Guard::is_valid)
     }
 
+    /// Makes sure that more than this is left of the lease: a lock that was just handed over has little of it.
+    pub(crate) async fn last(&self, least: Duration) -> Result<()> {
+        if self.valid_for() <= least {
+            for guard in self.guards() {
+                guard.confirm().await?;
+            }
+        }
+        Ok(())
+    }
+
     /// Resolves when one of the locks is lost.
     pub(crate) fn lost(&self) -> impl Future<Output = Loss> + use<> {
         let first = self.first.lost();

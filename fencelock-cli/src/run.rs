@@ -76,6 +76,10 @@ impl Job<'_> {
         let how = if holding.is_borrowed() { "re-entered" } else { "acquired" };
         let (name, token) = (holding.name(), holding.token());
         self.console.note(&format!("{how} {name:?} after {}, token {token}", span(started.elapsed())));
+        if let Err(error) = holding.last(self.grace).await {
+            let _ = release(holding, true, self.console).await;
+            return Err(error.into());
+        }
         let url = url_for_others(self.client, self.url);
         let duty = Duty {
             command: &self.run.command,

@@ -129,6 +129,38 @@ impl Guard {
         first_loss(self.parts.clone())
     }
 
+    /// Asks the engine, now, whether the lock is still ours, and renews its lease if so: before a step that cannot be undone, or
+    /// that needs a whole lease. (A lock that was just handed over may be good for two seconds only, until the keeper has renewed
+    /// it for the first time.)
+    ///
+    /// # Errors
+    /// * `Lost`: it is not ours any more.
+    /// * Any other: the engine did not tell. The lock is ours for [`valid_for`](Guard::valid_for) all the same.
+    ///
+    /// # Cancellation safety
+    /// Dropping the future has no effect.
+    ///
+    /// ```
+    /// # #[tokio::main] async fn main() -> fencelock::Result<()> {
+    /// # async fn send_money() {}
+    /// let locks = fencelock::connect("memory:").await?;
+    /// let guard = locks.mutex("payout:7").acquire().await?;
+    /// guard.confirm().await?;
+    /// send_money().await;
+    /// # Ok(()) }
+    /// ```
+    pub async fn confirm(&self) -> Result<()> {
+        for held in &self.parts {
+            self.confirm_part("confirm", held).await?;
+        }
+        Ok(())
+    }
+
+    async fn confirm_part(&self, what: &'static str, held: &Arc<Held>) -> Result<()> {
+        let told = |error: Error| self.client.tell(what, held.hold.name.as_str(), error);
+        self.client.keeper().confirm(held).await.map_err(told)
+    }
+
     /// Enters the same hold once more: for a function under the lock that takes the lock itself. Only the last of the
     /// guards to go frees the lock.
     ///
@@ -137,10 +169,10 @@ impl Guard {
     pub async fn reenter(&self) -> Result<Guard> {
         let mut again = Guard::new(self.client.clone(), Vec::with_capacity(self.parts.len()));
         for held in &self.parts {
-            let told = |error: Error| self.client.tell("re-enter", held.hold.name.as_str(), error);
-            self.client.keeper().confirm(held).await.map_err(told)?;
+            self.confirm_part("re-enter", held).await?;
             if !held.enter() {
-                return Err(told(Error::new(ErrorKind::NotHeld, "the lock is being released")));
+                let error = Error::new(ErrorKind::NotHeld, "the lock is being released");
+                return Err(self.client.tell("re-enter", held.hold.name.as_str(), error));
             }
             again.parts.push(Arc::clone(held));
         }

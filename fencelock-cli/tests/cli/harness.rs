@@ -11,24 +11,32 @@ use tempfile::TempDir;
 /// Far more than anything here takes; only a failing test waits for so long.
 const DEADLINE: Duration = Duration::from_secs(20);
 
-/// A place for one test: a directory for its locks, and one for what its commands write.
-pub(crate) struct Place(TempDir);
+/// A place for one test: a directory for its locks, unless they are elsewhere, and for what its commands write.
+pub(crate) struct Place {
+    dir: TempDir,
+    elsewhere: Option<String>,
+}
 
 impl Place {
     pub(crate) fn new() -> Self {
-        Self(tempfile::tempdir().unwrap())
+        Self { dir: tempfile::tempdir().unwrap(), elsewhere: None }
+    }
+
+    /// With its locks behind this URL.
+    pub(crate) fn at(url: &str) -> Self {
+        Self { elsewhere: Some(url.to_owned()), ..Self::new() }
     }
 
     pub(crate) fn locks(&self) -> PathBuf {
-        self.0.path().join("locks")
+        self.path("locks")
     }
 
     pub(crate) fn url(&self) -> String {
-        format!("file:{}", self.locks().display())
+        self.elsewhere.clone().unwrap_or_else(|| format!("file:{}", self.locks().display()))
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
-        self.0.path().join(name)
+        self.dir.path().join(name)
     }
 
     /// The tool with these arguments, its commands running in this place.
@@ -51,7 +59,7 @@ impl Place {
         for variable in ["NAME", "TOKEN", "OWNER", "DEADLINE", "LOG"] {
             command.env_remove(format!("FENCELOCK_{variable}"));
         }
-        command.current_dir(self.0.path()).env("FENCELOCK_URL", self.url()).stdin(Stdio::null());
+        command.current_dir(self.dir.path()).env("FENCELOCK_URL", self.url()).stdin(Stdio::null());
     }
 
     /// Runs the tool to its end.

@@ -541,6 +541,23 @@ pub async fn re_entering_a_lost_hold_says_lost(subject: &Subject, kind: Kind) {
     holds_alone(&client, &second).await;
 }
 
+/// Also when the lock was just handed over, and little is left until its first renewal.
+pub async fn confirming_gives_a_whole_lease_or_says_lost(subject: &Subject, kind: Kind) {
+    let (one, two) = (subject.client().await, subject.client().await);
+    let first = kind.lock(&one, NAME).ttl(LONG).acquire().await.unwrap();
+    first.confirm().await.unwrap();
+    let waiting = kind.lock(&two, NAME).ttl(LONG);
+    let waiting = tokio::spawn(async move { waiting.acquire().await });
+    until_line(&one, NAME, 1, 1).await;
+    first.release().await.unwrap();
+    let second = at_once("it is handed over", waiting).await.unwrap().unwrap();
+    second.confirm().await.unwrap();
+    assert!(second.valid_for() > LONG / 2, "{:?}", second.valid_for());
+    assert_eq!(one.evict(NAME).await.unwrap(), 1);
+    let error = second.confirm().await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Lost, "{error}");
+}
+
 /// Who knows the owner enters its hold, also through another client; that frees nothing.
 pub async fn an_owner_re_enters_from_another_client(subject: &Subject, kind: Kind) {
     let (one, two) = (subject.client().await, subject.client().await);

@@ -162,6 +162,7 @@ macro_rules! conformance {
             only_the_last_of_nested_holds_frees
             nested_holds_end_in_any_order
             re_entering_a_lost_hold_says_lost
+            confirming_gives_a_whole_lease_or_says_lost
             an_owner_re_enters_from_another_client
             a_borrowed_hold_ends_with_the_real_one
             an_owner_that_holds_nothing_waits_like_everybody

@@ -1,0 +1,79 @@
+//! What the tool does is the same on every engine: one story, told on each of them.
+
+use crate::harness::{Place, code, text};
+use fencelock_testkit::Subject;
+use rustix::process::Signal;
+use std::time::{Duration, SystemTime};
+
+/// A command that writes down its token and the end of its lease, and goes on until it is stopped.
+fn note(file: &str) -> String {
+    format!("echo $FENCELOCK_TOKEN $FENCELOCK_DEADLINE > {file}; exec sleep 1000")
+}
+
+/// The token that it was given. It was given a whole lease as well, however it came by the lock.
+fn noted(place: &Place, file: &str) -> u64 {
+    let line = place.line(file);
+    let (token, deadline) = line.split_once(' ').unwrap();
+    let deadline = SystemTime::UNIX_EPOCH + Duration::from_millis(deadline.parse().unwrap());
+    let left = deadline.duration_since(SystemTime::now()).unwrap_or_default();
+    assert!(left > Duration::from_secs(5), "{file}: {left:?} are left of 30 s");
+    token.parse().unwrap()
+}
+
+fn who_is_next_runs(subject: &Subject) {
+    let place = Place::at(subject.url());
+    let run = |file: &str| place.start(&["run", "x", "--", "sh", "-c", &note(file)]);
+    let one = run("one");
+    let first = noted(&place, "one");
+    let busy = place.run(&["run", "-n", "x", "--", "true"]);
+    assert_eq!(code(busy.status), 75, "{}", text(&busy.stderr));
+
+    // The one before it ends.
+    let two = run("two");
+    place.until_standing("x", 1, 1);
+    one.send(Signal::TERM);
+    assert_eq!(one.code(), 143);
+    let second = noted(&place, "two");
+    assert!(second > first, "{second} after {first}");
+
+    // The lock is taken away from the one before it.
+    let three = run("three");
+    place.until_standing("x", 1, 1);
+    let broken = place.run(&["break", "x", "--yes"]);
+    assert_eq!(code(broken.status), 0, "{}", text(&broken.stderr));
+    assert_eq!(two.code(), 74);
+    let third = noted(&place, "three");
+    assert!(third > second, "{third} after {second}");
+
+    // As a leader.
+    let four = place.start(&["elect", "x", "--", "sh", "-c", &note("four")]);
+    place.until_standing("x", 1, 1);
+    three.send(Signal::TERM);
+    assert_eq!(three.code(), 143);
+    assert!(noted(&place, "four") > third);
+    four.send(Signal::TERM);
+    assert_eq!(four.code(), 143);
+    place.until_standing("x", 0, 0);
+}
+
+/// On each of these engines.
+macro_rules! engines {
+    ($($name:ident: $subject:expr,)*) => {$(
+        #[test]
+        fn $name() {
+            who_is_next_runs(&$subject);
+        }
+    )*};
+}
+
+engines! {
+    who_is_next_runs_on_file: Subject::file(),
+    who_is_next_runs_on_redis: fencelock_testkit::redis::RedisSubject::new(),
+    who_is_next_runs_on_sentinel: fencelock_testkit::redis::SentinelSubject::new(),
+    who_is_next_runs_on_cluster: fencelock_testkit::redis::ClusterSubject::new(),
+    who_is_next_runs_on_redlock: fencelock_testkit::redlock::RedlockSubject::new(),
+    who_is_next_runs_on_etcd: fencelock_testkit::etcd::EtcdSubject::on(1),
+    who_is_next_runs_on_zookeeper: fencelock_testkit::zookeeper::ZooKeeperSubject::one(),
+    who_is_next_runs_on_postgres: fencelock_testkit::postgres::PostgresSubject::new(),
+    who_is_next_runs_on_mysql: fencelock_testkit::mysql::MysqlSubject::new(),
+}

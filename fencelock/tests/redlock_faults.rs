@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![cfg(feature = "redlock")]
 
-use fencelock::{Client, ErrorKind, Loss, Owner, connect};
+use fencelock::{Client, ErrorKind, Loss, connect};
 use fencelock_testkit::proxy::Proxy;
 use fencelock_testkit::redis::RedisServer;
 use fencelock_testkit::redlock::{Nodes, url};
@@ -507,10 +507,8 @@ async fn a_batch_is_granted_as_each_of_it_would_be() {
         }
         guards
     };
-    let set = || nodes.servers.iter().map(|server| server.calls(&["msetnx"])).sum::<u64>();
     let guards = all().await;
     assert!(guards.iter().all(Option::is_some));
-    assert!(set() > 0, "it was the way of many");
     let mut newest = 0;
     for (name, guard) in names.iter().zip(guards.into_iter().flatten()) {
         eventually("it is held everywhere", async || nodes.holding(name) == 3).await;
@@ -523,56 +521,130 @@ async fn a_batch_is_granted_as_each_of_it_would_be() {
         guard.release().await.unwrap();
         until_free(&client, name).await;
     }
-    // Somebody's clock was ahead by half a minute, for one of them; and somebody who knows nothing of fencelock holds another one.
-    let ahead = newest + 30_000_000;
-    note_token(&nodes, "batch:30", ahead);
+    // Somebody who knows nothing of fencelock holds one of them.
     for server in &nodes.servers {
         server.run(&["SET", "batch:20", "somebody", "PX", "100000"]);
     }
-    let guards = all().await;
-    for (name, guard) in names.iter().zip(&guards) {
+    for (name, guard) in names.iter().zip(all().await) {
         assert_eq!(guard.is_none(), name == "batch:20", "{name}");
         if let Some(guard) = guard {
-            assert!(guard.token().as_u64() > if name == "batch:30" { ahead } else { newest }, "{name}");
+            assert!(guard.token().as_u64() > newest, "{name}");
+            guard.release().await.unwrap();
+            until_free(&client, name).await;
+        }
+    }
+    // Somebody's clock was ahead by half a minute, for one of them.
+    let ahead = newest + 30_000_000;
+    note_token(&nodes, "batch:30", ahead);
+    for (name, guard) in names.iter().zip(all().await) {
+        assert!(
+            name == "batch:20" || guard.unwrap().token().as_u64() > if name == "batch:30" { ahead } else { newest }
+        );
+    }
+}
+
+/// A node's answer to a group of operations: the letters of `vote.lua`.
+fn vote(server: &RedisServer, code: &str, items: &[(&str, String)]) -> String {
+    let count = items.len().to_string();
+    let mut command = vec!["EVAL", include_str!("../src/engine/redlock/vote.lua"), &count];
+    command.extend(items.iter().map(|(name, _)| *name));
+    command.extend(["900000", "2000", "60000", code, &count, "30000"]);
+    command.extend(items.iter().map(|(_, what)| what.as_str()));
+    let mut answer: Vec<redis::Value> = server.ask(&command);
+    redis::from_redis_value(answer.swap_remove(1)).unwrap()
+}
+
+fn who(token: u64, owner: &str) -> String {
+    format!("{token}:{}", owner.repeat(32))
+}
+
+fn value(token: u64, owner: &str) -> String {
+    format!("{}\n{}\nlabel", who(token, owner), "0".repeat(32))
+}
+
+/// In one command, or one by one if that cannot be.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_grants_many_as_it_grants_one() {
+    let server = RedisServer::start();
+    let names = ["x", "y", "z"];
+    let mut token = 1_800_000_000_000_000;
+    for (held, letters) in [(false, "ggg"), (true, "gbg")] {
+        if held {
+            server.run(&["SET", "y", "somebody", "PX", "100000"]);
+        }
+        let claims: Vec<_> = names.iter().zip(token..).map(|(name, token)| (*name, value(token, "a"))).collect();
+        assert_eq!(vote(&server, "T", &claims), letters);
+        assert_eq!(server.calls(&["msetnx"]), 1 + u64::from(held), "it is tried in one go");
+        for (name, value) in claims.iter().filter(|(name, _)| !held || *name != "y") {
+            let life = server.ask::<i64>(&["PTTL", name]);
+            assert!((1..=30_000).contains(&life), "{name} has no end: {life}");
+            assert_eq!(server.ask::<String>(&["GET", name]), *value);
+            assert_eq!(server.ask::<String>(&["HGET", TOKENS, name]), *value, "{name} is noted");
+        }
+        let whos: Vec<_> = names.iter().zip(token..).map(|(name, token)| (*name, who(token, "a"))).collect();
+        assert_eq!(vote(&server, "r", &whos), letters.replace('g', "f").replace('b', "0"));
+        token += 10;
+    }
+    assert_eq!(server.ask::<String>(&["GET", "y"]), "somebody");
+}
+
+/// Two who propose the same token: the second one must propose another, whatever its id.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_token_is_accepted_for_one_owner_only() {
+    let server = RedisServer::start();
+    let mut token = 1_800_000_000_000_000;
+    for (first, second) in [("a", "b"), ("b", "a")] {
+        for group in ["t", "T", "a", "A"] {
+            token += 10;
+            let one = format!("{group}:{first}");
+            let claims = [("other", value(token - 1, first)), (&one, value(token, first))];
+            assert_eq!(vote(&server, group, &claims), "gg");
+            assert_eq!(vote(&server, "r", &[("other", who(token - 1, first)), (&one, who(token, first))]), "ff");
+            let claims = [(one.as_str(), value(token, second)), ("other", value(token + 1, second))];
+            assert_eq!(vote(&server, group, &claims), "lg", "{group}: {second} after {first}");
+            assert_eq!(vote(&server, "r", &[("other", who(token + 1, second))]), "f");
+            let alone = &group.to_lowercase();
+            assert_eq!(vote(&server, alone, &[(&one, value(token, second))]), "l", "{group}: {second} alone");
+            assert_eq!(vote(&server, alone, &[(&one, value(token, first))]), "g", "the same one may come again");
         }
     }
 }
 
-/// A lock may be free although somebody waits, or somebody's claim comes after it was given up: a batch sees it as a lone claim does.
+/// A lock may be free although somebody waits: a batch sees it as a lone claim does.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_batch_does_not_pass_by_who_waits_or_revive_who_gave_up() {
+async fn a_batch_passes_nobody_by_who_waits_for_a_free_lock() {
     let nodes = Nodes::start(3);
     let (client, other) = (nodes.client().await, nodes.client().await);
     for round in 0..5 {
         let name = |number: u32| format!("batch:{round}:{number}");
-        let (wanted, given_up, owner) = (name(20), name(30), Owner::random());
+        let wanted = name(20);
         // Somebody who tells nobody holds it, and dies.
-        for server in &nodes.servers {
-            server.run(&["SET", &wanted, "somebody", "PX", "100000"]);
-            let grave = format!("fencelock:rx:{owner}:{given_up}");
-            server.run(&["SET", &grave, "9999999999999999", "PX", "60000"]);
-            server.run(&["SET", "fencelock:redlock:graves", "1", "PX", "60000"]);
-        }
-        let waiting = other.mutex(wanted.as_str()).ttl(LONG);
-        let waiting = tokio::spawn(async move { waiting.acquire().await.unwrap() });
+        nodes.servers.iter().for_each(|server| server.run(&["SET", &wanted, "somebody", "PX", "100000"]));
+        let mutex = other.mutex(wanted.as_str()).ttl(LONG);
+        let waiting = tokio::spawn(async move { mutex.acquire().await.unwrap() });
         until_line(&client, &wanted, 1, 1).await;
-        for server in &nodes.servers {
-            server.run(&["DEL", &wanted]);
-        }
+        nodes.servers.iter().for_each(|server| server.run(&["DEL", &wanted]));
         let acquire = |number: u32| {
             let mutex = client.mutex(name(number)).ttl(LONG);
-            let mutex = if number == 30 { mutex.owner(owner) } else { mutex };
-            tokio::spawn(async move { mutex.try_acquire().await })
+            tokio::spawn(async move { mutex.try_acquire().await.unwrap() })
         };
         for (number, acquired) in (0..40).map(acquire).collect::<Vec<_>>().into_iter().enumerate() {
-            match acquired.await.unwrap() {
-                Err(error) => assert_eq!((number, error.kind()), (30, ErrorKind::NotHeld), "{error}"),
-                Ok(None) => assert_eq!(number, 20),
-                Ok(Some(_)) => assert!(![20, 30].contains(&number), "round {round}: {number}"),
-            }
+            assert_eq!(acquired.await.unwrap().is_none(), number == 20, "round {round}: {number}");
         }
         drop(at_once("the one who waited has it", waiting).await.unwrap());
     }
+}
+
+/// A claim that comes after it was given up, alone or with others.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_does_not_revive_who_gave_up() {
+    let server = RedisServer::start();
+    let (one, two) = (1_800_000_000_000_001, 1_800_000_000_000_002);
+    assert_eq!(vote(&server, "x", &[("k", who(two, "a"))]), "0");
+    assert_eq!(vote(&server, "A", &[("j", value(one, "b")), ("k", value(two, "a"))]), "gx");
+    assert_eq!(vote(&server, "t", &[("l", value(one, "b")), ("k", value(two, "a"))]), "gx");
+    assert_eq!(vote(&server, "t", &[("k", value(one, "a"))]), "x");
+    assert_eq!(vote(&server, "t", &[("k", value(two + 1, "a"))]), "g", "a later claim counts");
 }
 
 /// All in one batch: of those who want the same, one gets it.

@@ -59,9 +59,13 @@ impl Code {
         }
     }
 
+    fn claims(self) -> bool {
+        matches!(self, Code::Acquire | Code::Try)
+    }
+
     /// Whether a node writes down what is noted of the owner.
     fn has_note(self) -> bool {
-        matches!(self, Code::Acquire | Code::Try | Code::Restore)
+        self.claims() || self == Code::Restore
     }
 
     /// Decided when every node has answered; otherwise as soon as a majority has, or cannot any more.
@@ -298,7 +302,7 @@ impl Batch {
         let mut what = String::with_capacity(128);
         for group in self.ops.chunk_by(alike) {
             let [first, ..] = group else { continue };
-            packer.text(first.code.letter(all_differ(group)));
+            packer.text(first.code.letter(first.code.claims() && all_differ(group)));
             packer.number(group.len() as u64);
             match first.code {
                 Code::Inspect => packer.text(&*first.note),

@@ -19,7 +19,7 @@ const BATCH: usize = 128;
 const CALLS: usize = 2;
 /// From this size on it is worth waiting for a batch to become as large as the last ones.
 const LARGE: usize = 8;
-/// How often the driver lets others run meanwhile, and for how long at most.
+/// How often the driver lets others run meanwhile; not again when so much time has passed.
 const TURNS: u32 = 16;
 const GATHER: Duration = Duration::from_millis(1);
 
@@ -170,12 +170,18 @@ impl Council {
     }
 
     /// All nodes get all batches in the same order, hence under the lock. As on one server, a batch costs much more than an
-    /// operation: while one is under way, the next waits until it is twice as large as they have been lately.
+    /// operation: while one is under way, the next waits until it is as large as they have been lately, or twice that if they were large.
     fn seal(&self, desk: &mut Desk) {
-        while !desk.queue.is_empty() && (desk.calls == 0 || desk.calls < CALLS && desk.queue.len() >= 2 * desk.usual) {
+        let second = if desk.usual < LARGE { desk.usual } else { 2 * desk.usual };
+        while !desk.queue.is_empty() && (desk.calls == 0 || desk.calls < CALLS && desk.queue.len() >= second) {
             let rest = if desk.queue.len() > BATCH { desk.queue.split_off(BATCH) } else { Vec::new() };
             let ops = std::mem::replace(&mut desk.queue, rest);
-            desk.usual = (3 * desk.usual + ops.len()).div_ceil(4);
+            // Rounded so that it gets to where the sizes are, from above as well.
+            desk.usual = if ops.len() > desk.usual {
+                (3 * desk.usual + ops.len()).div_ceil(4)
+            } else {
+                (3 * desk.usual + ops.len()) / 4
+            };
             desk.calls += 1;
             let batch = Arc::new(self.batch(ops));
             for node in &self.nodes {

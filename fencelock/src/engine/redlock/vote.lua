@@ -16,8 +16,8 @@
 -- A token is 16 digits, a time in µs: as texts they compare like the numbers. So do proposals (token ':' owner), which have 49
 -- characters, and values of K.
 -- ARGV: how long T lasts in ms, longer than any lease, claim window in ms, life of Q, W and X in ms; then groups of operations, in the
---   order of KEYS: code, count, ttl in ms (for i: how many waiters to show), and for each operation what K is to be (a, t, c) or the
---   proposal
+--   order of KEYS: code, count, ttl in ms (for i: how many waiters to show), and for each operation what K is to be (a, t, A, T, c) or
+--   the proposal
 -- Codes: a acquire or wait (again: confirm, or look)   t acquire or leave it   A, T the same, of names that all differ
 --   n renew   c renew, or bring back   r release   x give up: also what is on its way   u take a proposal back   v evict   i inspect
 -- Reply: server time in µs, a text with one letter per operation (behind \n why this node does not vote, and for how long, if
@@ -282,10 +282,11 @@ while done < #KEYS do
   if (code == 'a' or code == 't') and not rival then
     -- The common case: nobody holds, nobody waits, and the proposal is the highest so far, or the highest for this name.
     if not top then since, top = open(now) end
-    -- If that is so for all of a group, they are granted in a few steps, however many they are.
+    -- If that is so for all of a group, they are granted together.
     local granted
-    if distinct and not crowded then
-      local items, highest = {}, top
+    local highest_token = sub(top, 1, 16)
+    if distinct and not crowded and sub(ARGV[at + 1], 1, 16) > highest_token then
+      local items, highest = {}, ''
       for index = 1, count do
         local value = ARGV[at + index]
         if value <= highest then
@@ -311,7 +312,7 @@ while done < #KEYS do
       local K, value = KEYS[done + index], ARGV[at + index]
       local free = value > last
       if crowded and call('EXISTS', 'fencelock:rq:' .. K, 'fencelock:rx:' .. sub(value, 18, 49) .. ':' .. K) > 0 then free = false end
-      if free and value <= top then
+      if free and sub(value, 1, 16) <= highest_token then
         local old = call('HGET', T, K) or call('HGET', BEFORE, K)
         free = not old or old < sub(value, 1, 16) or sub(old, 1, 49) == sub(value, 1, 49)
       end

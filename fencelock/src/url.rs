@@ -16,13 +16,15 @@ impl Url {
     pub(crate) fn parse(text: &str) -> Result<Self> {
         let (scheme, rest) = text.split_once(':').ok_or_else(|| {
             Error::invalid(format!(
-                "{text:?} is not an engine's URL; it starts with a scheme, as in file:/path or memory:"
+                "{} is not an engine's URL; it starts with a scheme, as in file:/path or redis://host",
+                shown(text)
             ))
         })?;
         let known = |b: u8| b.is_ascii_alphanumeric() || b == b'+' || b == b'-' || b == b'.';
         if scheme.is_empty() || !scheme.bytes().all(known) {
             return Err(Error::invalid(format!(
-                "{scheme:?} is not a scheme; an engine's URL looks like file:/path or memory:"
+                "{} is not a scheme; an engine's URL looks like file:/path or redis://host",
+                shown(scheme)
             )));
         }
         let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
@@ -31,7 +33,7 @@ impl Url {
             let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
             let key = decode(key)?;
             if options.iter().any(|(known, _)| *known == key) {
-                return Err(Error::invalid(format!("option {key:?} stands twice in the engine's URL")));
+                return Err(Error::invalid(format!("option {} stands twice in the engine's URL", shown(&key))));
             }
             options.push((key, decode(value)?));
         }
@@ -56,11 +58,21 @@ impl Url {
         match self.options.first() {
             None => Ok(()),
             Some((key, _)) => Err(Error::invalid(format!(
-                "unknown option {key:?} in the URL of the {} engine; it knows {}",
+                "unknown option {} in the URL of the {} engine; it knows {}{}",
+                shown(key),
                 self.scheme,
-                known.join(", ")
+                known.join(", "),
+                if key.contains('@') { "; write ? in a password as %3F" } else { "" }
             ))),
         }
+    }
+}
+
+/// A part of a URL in an error. What stands before an @ may be a password: it is not shown.
+fn shown(text: &str) -> String {
+    match text.rsplit_once('@') {
+        Some((_, rest)) => format!("\"***@{}\"", rest.escape_debug()),
+        None => format!("{text:?}"),
     }
 }
 
@@ -139,6 +151,25 @@ mod tests {
         assert!(error.contains("network"), "{error}");
         assert_eq!(url.take("network").as_deref(), Some("allow"));
         url.finish(&["ttl"]).unwrap();
+    }
+
+    #[test]
+    fn a_password_in_the_wrong_place_is_not_shown() {
+        let refused = |text: &str| match Url::parse(text) {
+            Ok(url) => url.finish(&["ttl"]).unwrap_err().to_string(),
+            Err(error) => error.to_string(),
+        };
+        for text in [
+            "redis://bob:a?secret@host",
+            "redis://bob:a?x&secret@host&secret@host",
+            "secret@host",
+            "bob/secret@host:6379",
+            "redis://bob:a?secret@host=1",
+        ] {
+            let error = refused(text);
+            assert!(!error.contains("secret"), "{text}: {error}");
+        }
+        assert!(refused("redis://bob:a?secret@host").contains("%3F"));
     }
 
     #[test]

@@ -2,6 +2,8 @@
 
 use crate::harness::{Place, code, text};
 use fencelock_testkit::Subject;
+use fencelock_testkit::redis::{RedisServer, RedisSubject};
+use fencelock_testkit::redlock::RedlockSubject;
 use rustix::process::Signal;
 use std::time::{Duration, SystemTime};
 
@@ -56,6 +58,39 @@ fn who_is_next_runs(subject: &Subject) {
     place.until_standing("x", 0, 0);
 }
 
+/// A password in the URL is for the server alone.
+#[test]
+fn what_is_printed_has_no_password() {
+    let server = RedisServer::options().password("s3cret").start();
+    let place = Place::at(&server.url_as("default", "s3cret"));
+    for arguments in [
+        &["torture", "--for", "200ms", "--processes", "2", "--workers", "2", "--json"][..],
+        &["torture", "--for", "200ms", "--processes", "2", "--workers", "2"],
+        &["bench", "--for", "100ms", "--json"],
+        &["status", "x", "--json"],
+        &["list"],
+    ] {
+        let output = place.run(arguments);
+        let (said, warned) = (text(&output.stdout), text(&output.stderr));
+        assert_eq!(code(output.status), 0, "{arguments:?}: {warned}");
+        assert!(!said.contains("s3cret") && !warned.contains("s3cret"), "{arguments:?}: {said}{warned}");
+    }
+}
+
+/// A lock on a key of the engine itself would break all the others.
+#[test]
+fn the_keys_of_redis_itself_are_no_locks() {
+    let (redis, redlock) = (RedisSubject::new(), RedlockSubject::new());
+    for url in [redis.url(), redlock.url()] {
+        let place = Place::at(url);
+        for arguments in [&["run", "fencelock:t", "--", "true"][..], &["break", "fencelock:t", "--yes"]] {
+            let refused = place.run(arguments);
+            assert_eq!(code(refused.status), 64, "{arguments:?}");
+            assert!(text(&refused.stderr).contains("choose another name"), "{}", text(&refused.stderr));
+        }
+    }
+}
+
 /// On each of these engines.
 macro_rules! engines {
     ($($name:ident: $subject:expr,)*) => {$(
@@ -68,10 +103,10 @@ macro_rules! engines {
 
 engines! {
     who_is_next_runs_on_file: Subject::file(),
-    who_is_next_runs_on_redis: fencelock_testkit::redis::RedisSubject::new(),
+    who_is_next_runs_on_redis: RedisSubject::new(),
     who_is_next_runs_on_sentinel: fencelock_testkit::redis::SentinelSubject::new(),
     who_is_next_runs_on_cluster: fencelock_testkit::redis::ClusterSubject::new(),
-    who_is_next_runs_on_redlock: fencelock_testkit::redlock::RedlockSubject::new(),
+    who_is_next_runs_on_redlock: RedlockSubject::new(),
     who_is_next_runs_on_etcd: fencelock_testkit::etcd::EtcdSubject::on(1),
     who_is_next_runs_on_zookeeper: fencelock_testkit::zookeeper::ZooKeeperSubject::one(),
     who_is_next_runs_on_postgres: fencelock_testkit::postgres::PostgresSubject::new(),

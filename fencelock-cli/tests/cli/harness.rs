@@ -47,11 +47,12 @@ impl Place {
         command
     }
 
-    /// The same, with SIGINT in its default state: a test that runs as a background job of a script inherits it ignored.
+    /// The same, with signals in their default state: a test that runs as a background job of a script, or under nohup, inherits some
+    /// ignored.
     pub(crate) fn interruptible(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new("env");
         self.furnish(&mut command);
-        command.args(["--default-signal=INT,QUIT", env!("CARGO_BIN_EXE_fencelock")]).args(arguments);
+        command.args(["--default-signal=HUP,INT,QUIT", env!("CARGO_BIN_EXE_fencelock")]).args(arguments);
         command
     }
 

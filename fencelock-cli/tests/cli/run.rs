@@ -156,7 +156,7 @@ fn signals_reach_the_command() {
     let script = "trap 'echo usr1 >> got' USR1; trap 'echo usr2 >> got' USR2; trap 'echo hup >> got' HUP
                   trap 'echo winch >> got' WINCH; trap 'exit 7' TERM
                   echo > started; while :; do sleep 0.01; done";
-    let tool = place.start(&["run", "x", "--", "sh", "-c", script]);
+    let tool = Running::start(&mut place.interruptible(&["run", "x", "--", "sh", "-c", script]));
     place.line("started");
     for (signal, word) in
         [(Signal::USR1, "usr1"), (Signal::USR2, "usr2"), (Signal::HUP, "hup"), (Signal::WINCH, "winch")]

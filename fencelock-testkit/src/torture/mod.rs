@@ -144,7 +144,7 @@ pub async fn run(plan: &Plan, workers: Workers, mut progress: impl FnMut(Progres
         report.violations.retain(|violation| violation.kind != Kind::Order);
     }
     watcher.close().await?;
-    Ok(Verdict::new(plan, report, violations, counters.kills.load(Ordering::Relaxed), capability.ordered))
+    Ok(Verdict::new(plan, report, violations, counters.kills.load(Ordering::Relaxed), &watcher))
 }
 
 async fn start(plan: &Plan, job: &Job, workers: Workers, counters: &Arc<Counters>) -> io::Result<Vec<Violation>> {

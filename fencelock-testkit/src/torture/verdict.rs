@@ -2,6 +2,7 @@
 
 use super::Plan;
 use crate::history::{Report, Violation};
+use fencelock::Client;
 use serde::Serialize;
 use std::fmt;
 
@@ -51,15 +52,22 @@ pub struct Verdict {
 }
 
 impl Verdict {
-    pub(super) fn new(plan: &Plan, report: Report, mut violations: Vec<Violation>, kills: u64, ordered: bool) -> Self {
+    /// `watched`: a client of the engine.
+    pub(super) fn new(
+        plan: &Plan,
+        report: Report,
+        mut violations: Vec<Violation>,
+        kills: u64,
+        watched: &Client,
+    ) -> Self {
         violations.extend(report.violations);
         violations.sort_by_key(|violation| violation.kind);
         let seconds = plan.lasts.as_secs_f64();
         let millis = |nanos: Option<&u64>| nanos.map_or(0.0, |nanos| *nanos as f64 / 1e6);
         Self {
-            url: plan.url.clone(),
+            url: watched.address().to_owned(),
             ok: violations.is_empty(),
-            ordered,
+            ordered: watched.capability().ordered,
             seconds,
             processes: plan.processes,
             workers: plan.workers,

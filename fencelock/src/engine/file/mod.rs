@@ -80,16 +80,17 @@ pub(crate) async fn open(url: &Url) -> Result<LineEngine<FileStore>> {
 /// Where `file:` alone, `file:~/x`, `file:relative` and `file:///absolute` lead.
 fn directory(rest: &str) -> Result<PathBuf> {
     let env = |key: &str| std::env::var_os(key).filter(|value| !value.is_empty()).map(PathBuf::from);
+    // A service may have no HOME: then what the system knows of the user, so that its other processes are met.
+    let home = || std::env::home_dir().filter(|home| home.is_absolute());
     if rest.contains('\0') {
         return Err(Error::invalid("a path cannot contain the character NUL"));
     }
     if rest.is_empty() {
         let state = env("XDG_STATE_HOME")
             .filter(|path| path.is_absolute())
-            .or_else(|| env("HOME").map(|home| home.join(".local/state")));
+            .or_else(|| home().map(|home| home.join(".local/state")));
         return match state {
             Some(state) => Ok(state.join("fencelock")),
-            None if rustix::process::geteuid().is_root() => Ok(PathBuf::from("/var/lib/fencelock")),
             None => Err(Error::invalid("neither HOME nor XDG_STATE_HOME is set; name a directory: file:/path")),
         };
     }
@@ -100,7 +101,7 @@ fn directory(rest: &str) -> Result<PathBuf> {
         };
     }
     if let Some(path) = rest.strip_prefix("~/") {
-        return env("HOME")
+        return home()
             .map(|home| home.join(path))
             .ok_or_else(|| Error::invalid("HOME is not set; write the path in full: file:/path"));
     }

@@ -351,6 +351,16 @@ impl Drop for KeyWatch {
     }
 }
 
+/// A lock's name is a key; these are the keys of the engine itself.
+pub(in crate::engine) fn check_name(name: &Name) -> Result<()> {
+    if !name.as_str().starts_with("fencelock:") {
+        return Ok(());
+    }
+    Err(Error::invalid(
+        "on Redis, names that start with \"fencelock:\" are keys of fencelock itself; choose another name",
+    ))
+}
+
 #[async_trait]
 impl Engine for RedisEngine {
     fn address(&self) -> &str {
@@ -380,6 +390,7 @@ impl Engine for RedisEngine {
     }
 
     async fn acquire(&self, claim: &Claim, wait: bool) -> Result<Option<Grant>> {
+        check_name(&claim.name)?;
         let op = self.claim_op(claim, wait);
         if !self.nodes.is_announced(claim.ttl) {
             Box::pin(self.nodes.announce(&op.key, claim.ttl)).await.map_err(told)?;
@@ -451,6 +462,7 @@ impl Engine for RedisEngine {
     }
 
     async fn evict(&self, name: &Name) -> Result<usize> {
+        check_name(name)?;
         match self.nodes.submit(&self.op("v", name, Owner::random(), Duration::ZERO)).await.map_err(told)?.reply {
             Reply::Evicted(count) => Ok(usize::try_from(count).unwrap_or(usize::MAX)),
             _ => Err(Error::new(ErrorKind::Engine, "the script's answer cannot be understood; please report this")),

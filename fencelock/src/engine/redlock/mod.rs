@@ -19,7 +19,7 @@ use self::ballot::{Answer, Code, Op, Outcome, Voice, Who};
 use self::council::{Council, Quarantine, driver};
 use self::node::Node;
 use self::view::View;
-use super::redis::{Target, connection_info, tls};
+use super::redis::{Target, check_name, connection_info, tls};
 use super::{Capability, Engine, Purpose};
 use crate::url::Url;
 use crate::{
@@ -318,6 +318,7 @@ impl Engine for RedlockEngine {
     }
 
     async fn acquire(&self, claim: &Claim, wait: bool) -> Result<Option<Grant>> {
+        check_name(&claim.name)?;
         if claim.mode != Mode::Exclusive {
             return Err(Error::new(
                 ErrorKind::Unsupported,
@@ -404,6 +405,7 @@ impl Engine for RedlockEngine {
     }
 
     async fn evict(&self, name: &Name) -> Result<usize> {
+        check_name(name)?;
         // A holder that is told by the first node gives the lock back on the others, and they have nothing to free.
         let held = self.view(name, 0).await?.is_held();
         let who = Who { token: Who::LEAST, owner: Owner::from_bytes([0; 16]) };

@@ -201,6 +201,7 @@ impl<D: Database> SqlEngine<D> {
     /// Asks for words: often while somebody waits, and every now and then while nobody does.
     async fn inquire(&self, lost: &mpsc::UnboundedSender<Owner>) {
         let mut touch = Clock::Boot.now();
+        let mut away = false;
         for question in 0_u32.. {
             let now = Clock::Boot.now();
             // Multiples of the golden section, without the whole part, are spread evenly.
@@ -215,9 +216,14 @@ impl<D: Database> SqlEngine<D> {
                     for push in words.iter().filter_map(|word| Push::read(word)) {
                         self.route(push, lost);
                     }
+                    // Until it was seen again it counted as gone, and may have been passed over.
+                    if std::mem::take(&mut away) {
+                        self.route(Push::Broken, lost);
+                    }
                 }
                 Err(fault) => {
                     tracing::debug!("asking for words: {}", fault.error);
+                    (away, touch) = (true, now);
                     tokio::time::sleep(AWAY).await;
                 }
             }

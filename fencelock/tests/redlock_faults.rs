@@ -450,6 +450,38 @@ async fn an_eviction_counts_though_the_holder_is_faster_on_the_other_nodes() {
     assert_eq!(world.far.evict(NAME).await.unwrap(), 0, "nobody holds it");
 }
 
+/// By the time the eviction gets to the other nodes, the next one may hold there.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_eviction_takes_the_lock_from_its_holder_and_not_from_the_next_one() {
+    let world = World::new("timeout=5s").await;
+    let first = world.near.mutex(NAME).ttl(LONG).acquire().await.unwrap();
+    let mutex = world.near.mutex(NAME).ttl(LONG);
+    let waiter = tokio::spawn(async move { mutex.acquire().await.unwrap() });
+    until_line(&world.near, NAME, 1, 1).await;
+    for proxy in &world.proxies[1..] {
+        proxy.delay(Duration::from_millis(300));
+    }
+    assert_eq!(world.far.evict(NAME).await.unwrap(), 1);
+    assert!(!first.is_valid());
+    let next = at_once("handed over", waiter).await.unwrap();
+    next.confirm().await.unwrap();
+    assert_eq!(world.keys(), [true; 5]);
+}
+
+/// Votes that nobody came back for would be in everybody's way for the length of a lease, and those of other clients for ever.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_eviction_clears_votes_that_nobody_won_with() {
+    let nodes = Nodes::start(5);
+    let client = connect(format!("{}?timeout=200ms", nodes.url())).await.unwrap();
+    let dead = value(1_700_000_000_000_000, "a");
+    for (server, value) in nodes.servers.iter().zip([dead.as_str(), &dead, "theirs", "others'"]) {
+        server.run(&["SET", NAME, value]);
+    }
+    assert!(client.mutex(NAME).try_acquire().await.unwrap().is_none());
+    assert_eq!(client.evict(NAME).await.unwrap(), 1);
+    assert!(client.mutex(NAME).try_acquire().await.unwrap().is_some());
+}
+
 /// Many locks at once, while somebody waits: for some of them, and for another one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_batch_hands_over_what_is_waited_for_and_passes_nobody_by() {

@@ -37,7 +37,10 @@ pub(super) enum Code {
     Release,
     /// Release whatever there is of an owner, also what is on its way.
     GiveUp,
+    /// Take the lock away from this proposal.
     Evict,
+    /// Take it away from a client of another kind.
+    EvictForeign,
     Inspect,
 }
 
@@ -55,6 +58,7 @@ impl Code {
             Code::Release => "r",
             Code::GiveUp => "x",
             Code::Evict => "v",
+            Code::EvictForeign => "o",
             Code::Inspect => "i",
         }
     }
@@ -70,7 +74,7 @@ impl Code {
 
     /// Decided when every node has answered; otherwise as soon as a majority has, or cannot any more.
     fn asks_all(self) -> bool {
-        matches!(self, Code::Restore | Code::Undo | Code::Evict | Code::Inspect)
+        matches!(self, Code::Restore | Code::Undo | Code::Evict | Code::EvictForeign | Code::Inspect)
     }
 
     /// Something that must reach every node in the end, since it makes room for others.

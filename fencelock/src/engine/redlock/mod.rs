@@ -27,7 +27,7 @@ use crate::{
 };
 use async_trait::async_trait;
 use redis::ConnectionAddr;
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
@@ -35,6 +35,9 @@ use tokio::sync::{mpsc, oneshot};
 const OPTIONS: [&str; 8] = ["ttl", "max_ttl", "timeout", "patience", "quarantine", "ca", "cert", "key"];
 /// The longest lease, unless the URL says otherwise: so long is a node out that came back without its memory.
 const LONGEST: Duration = Duration::from_secs(300);
+
+/// For operations that concern no proposal.
+const NOBODY: Who = Who { token: Who::LEAST, owner: Owner::from_bytes([0; 16]) };
 
 /// Opens the nodes that the URL names, and makes sure that a majority answers.
 pub(crate) async fn open(url: &Url, text: &str) -> Result<RedlockEngine> {
@@ -239,8 +242,7 @@ impl RedlockEngine {
     }
 
     fn inspect_op(&self, name: &Name, waiters: usize) -> Op {
-        let who = Who { token: Who::LEAST, owner: Owner::from_bytes([0; 16]) };
-        Op { note: waiters.to_string().into(), ..self.op(Code::Inspect, name, who, Duration::ZERO) }
+        Op { note: waiters.to_string().into(), ..self.op(Code::Inspect, name, NOBODY, Duration::ZERO) }
     }
 
     async fn view(&self, name: &Name, waiters: usize) -> Result<View> {
@@ -254,6 +256,26 @@ impl RedlockEngine {
             return Err(refused(outcome).unwrap_or_else(|| self.council.too_few(&outcome.voices)));
         }
         Ok(View::of(&outcome.voices, self.council.nodes.len()))
+    }
+
+    /// From whom an eviction takes the lock: its holder. Where nobody has a majority, somebody is as a rule about to get it and is waited
+    /// for; if not, these are votes that nobody came back for.
+    async fn in_the_way(&self, name: &Name) -> Result<HashSet<Option<Who>>> {
+        let give_up = Clock::Boot.now().after(self.timeout);
+        let mut lasting: Option<HashSet<Option<Who>>> = None;
+        loop {
+            let view = self.view(name, 0).await?;
+            if view.is_held() {
+                return Ok(HashSet::from([view.who()]));
+            }
+            let votes = view.voted_for();
+            let still = lasting.map_or_else(|| votes.clone(), |lasting| &lasting & votes);
+            if votes.is_empty() || Clock::Boot.now() >= give_up {
+                return Ok(still);
+            }
+            lasting = Some(still);
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
     }
 
     async fn names(&self, prefix: &str) -> Result<BTreeSet<String>> {
@@ -406,20 +428,24 @@ impl Engine for RedlockEngine {
 
     async fn evict(&self, name: &Name) -> Result<usize> {
         check_name(name)?;
-        // A holder that is told by the first node gives the lock back on the others, and they have nothing to free.
-        let held = self.view(name, 0).await?.is_held();
-        let who = Who { token: Who::LEAST, owner: Owner::from_bytes([0; 16]) };
-        let outcome = answered(self.council.submit(self.op(Code::Evict, name, who, Duration::ZERO))).await?;
-        let count = |what: fn(&Answer) -> bool| outcome.voices.iter().filter(|voice| what(&voice.answer)).count();
-        let failed = count(|answer| matches!(answer, Answer::Failed(..)));
-        if failed > self.council.nodes.len() - self.council.majority {
-            return Err(self.council.too_few(&outcome.voices));
+        let mut freed = false;
+        for who in self.in_the_way(name).await? {
+            let op = match who {
+                Some(who) => self.op(Code::Evict, name, who, Duration::ZERO),
+                None => self.op(Code::EvictForeign, name, NOBODY, Duration::ZERO),
+            };
+            let outcome = answered(self.council.submit(op)).await?;
+            let count = |what: fn(&Answer) -> bool| outcome.voices.iter().filter(|voice| what(&voice.answer)).count();
+            if count(|answer| matches!(answer, Answer::Failed(..))) > self.council.nodes.len() - self.council.majority {
+                return Err(self.council.too_few(&outcome.voices));
+            }
+            if let Some(error) = refused(&outcome) {
+                return Err(error);
+            }
+            // A holder that is told by the first node gives the lock back on the others, and they have nothing to free.
+            freed |= count(|answer| *answer == Answer::Freed) > 0;
         }
-        if let Some(error) = refused(&outcome) {
-            return Err(error);
-        }
-        let freed = count(|answer| *answer == Answer::Freed);
-        Ok(usize::from(freed > 0 && (held || freed + failed >= self.council.majority)))
+        Ok(usize::from(freed))
     }
 
     async fn drive(&self, lost: mpsc::UnboundedSender<Owner>) {

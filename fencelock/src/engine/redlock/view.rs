@@ -2,7 +2,7 @@
 
 use super::ballot::{Answer, Seen, Voice, Who};
 use crate::{Holder, Mode, Status, Token, Waiter};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
 
 /// What a majority sees of a lock.
@@ -11,6 +11,8 @@ pub(super) struct View {
     /// Who holds.
     holder: Option<Seen>,
     waiters: Vec<Waiter>,
+    /// Everybody who has the vote of a node; `None`: a client that is not fencelock.
+    voted_for: HashSet<Option<Who>>,
 }
 
 impl View {
@@ -35,6 +37,7 @@ impl View {
                 place.entry(who.owner.to_string()).or_insert((0, waiter)).0 += 1;
             }
         }
+        let voted_for = holders.keys().map(|value| Who::read(value)).collect();
         let holder = holders.into_iter().filter(|(_, by)| enough(by.len())).max_by_key(|(_, by)| by.len());
         let holder = holder.map(|(_, by)| {
             // The lease ends when that of the node which completes a majority does: a middle one.
@@ -44,11 +47,16 @@ impl View {
             Seen { value: known.cloned().unwrap_or_default(), ..by[by.len() / 2].clone() }
         });
         let waiters = waiters.into_values().flat_map(BTreeMap::into_values);
-        Self { holder, waiters: waiters.filter(|(count, _)| enough(*count)).map(|(_, waiter)| waiter).collect() }
+        let waiters = waiters.filter(|(count, _)| enough(*count)).map(|(_, waiter)| waiter).collect();
+        Self { holder, waiters, voted_for }
     }
 
     pub(super) fn is_held(&self) -> bool {
         self.holder.is_some()
+    }
+
+    pub(super) fn voted_for(&self) -> &HashSet<Option<Who>> {
+        &self.voted_for
     }
 
     /// The proposal that holds, if it is one of fencelock's.

@@ -19,7 +19,8 @@
 --   order of KEYS: code, count, ttl in ms (for i: how many waiters to show), and for each operation what K is to be (a, t, A, T, c) or
 --   the proposal
 -- Codes: a acquire or wait (again: confirm, or look)   t acquire or leave it   A, T the same, of names that all differ
---   n renew   c renew, or bring back   r release   x give up: also what is on its way   u take a proposal back   v evict   i inspect
+--   n renew   c renew, or bring back   r release   x give up: also what is on its way   u take a proposal back   i inspect
+--   v evict this proposal   o evict a client of another kind, whoever it is
 -- Reply: server time in µs, a text with one letter per operation (behind \n why this node does not vote, and for how long, if
 -- so), and what some letters have to say, in their order:
 --   g granted   b busy {K, lease left in ms}   w waits {K, lease left in ms, how many ahead}   l too low {highest accepted}
@@ -233,11 +234,12 @@ local function set_up()
     return '0'
   end
 
-  local function evict(K)
+  -- Whoever asks for it has seen who holds. Somebody else may hold by now, who was handed the lock when its holder was told.
+  local function evict(code, K, who)
     local cur, value, err = get(K)
     if err then say(err) return 'e' end
-    if not cur then return '0' end
-    local session = match(value, '^%d+:%x+\n(%x+)\n')
+    local session = value and match(value, '^%d+:%x+\n(%x+)\n')
+    if not cur or code == 'v' and cur ~= who or code == 'o' and session then return '0' end
     if session then send(session, 'l\n' .. owner_of(cur)) end
     call('DEL', K)
     settle(K)
@@ -264,7 +266,7 @@ local function set_up()
   return function(code, K, what, ttl)
     if code == 'a' or code == 't' then return acquire(code, K, what, ttl) end
     if code == 'n' or code == 'c' then return renew(code, K, what, ttl) end
-    if code == 'v' then return evict(K) end
+    if code == 'v' or code == 'o' then return evict(code, K, what) end
     if code == 'i' then return inspect(K, ttl) end
     return release(code, K, what)
   end

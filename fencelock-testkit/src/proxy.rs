@@ -67,6 +67,8 @@ struct Counters {
     next: AtomicU64,
     /// So many answers are still to be lost.
     to_lose: AtomicU64,
+    /// So many come through before that.
+    to_spare: AtomicU64,
     /// So many were.
     lost: AtomicU64,
     cut: AtomicU64,
@@ -159,6 +161,12 @@ impl Proxy {
         self.counters.to_lose.fetch_add(count, Ordering::SeqCst);
     }
 
+    /// Loses one answer in the same way, after so many others.
+    pub fn lose_answer_after(&self, spared: u64) {
+        self.counters.to_spare.store(spared, Ordering::SeqCst);
+        self.lose_answers(1);
+    }
+
     /// Holds back what is sent to the server on the present connections; new ones work. [`heal`](Proxy::heal) delivers it,
     /// also when its sender is gone by then.
     pub fn hold_present_requests(&self) {
@@ -183,6 +191,7 @@ impl Proxy {
 
     /// All is well again. Connections on which answers were swallowed are cut.
     pub fn heal(&self) {
+        self.counters.to_spare.store(0, Ordering::SeqCst);
         self.counters.to_lose.store(0, Ordering::SeqCst);
         self.change(|faults, _| *faults = Faults { cut_below: faults.cut_below, ..Faults::default() });
     }
@@ -337,8 +346,10 @@ impl Connection {
 
     /// Whether the answer that is on its way is one of those to be lost.
     fn lose(&self) -> bool {
-        let one_less = |left: u64| left.checked_sub(1);
-        let lose = self.counters.to_lose.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_less).is_ok();
+        let one_less = |left: &AtomicU64| {
+            left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1)).is_ok()
+        };
+        let lose = !one_less(&self.counters.to_spare) && one_less(&self.counters.to_lose);
         if lose {
             self.counters.lost.fetch_add(1, Ordering::SeqCst);
         }

@@ -121,6 +121,27 @@ async fn a_repeated_release_leaves_the_successor_alone() {
     }
 }
 
+/// The same when the lock is taken away: from its holder, and not from the next one as well.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_repeated_eviction_leaves_the_successor_alone() {
+    let World { proxy, far, near, .. } = &World::new().await;
+    // Any of the answers that it needs.
+    for (spared, mode) in (0..4).flat_map(|spared| [(spared, Mode::Exclusive), (spared, Mode::Shared)]) {
+        let told = format!("{mode}: {spared} came through");
+        let guard = hold(near, mode).await;
+        let next = queue(near, near, "next").await;
+        proxy.lose_answer_after(spared);
+        assert_eq!(far.evict(NAME).await.expect(&told), 1, "{told}");
+        let next = at_once("the next one holds", next).await.unwrap();
+        eventually("the holder is told", async || !guard.is_valid()).await;
+        drop(next.reenter().await.unwrap());
+        holds_alone(near, &next).await;
+        next.release().await.unwrap();
+        proxy.heal();
+    }
+    assert!(proxy.lost_answers() >= 4, "an eviction takes two answers at least");
+}
+
 /// An acquire that was held up somewhere arrives after its repetition was granted and released.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_acquire_that_arrives_after_its_release_takes_nothing() {

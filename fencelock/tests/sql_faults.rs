@@ -21,6 +21,7 @@ macro_rules! checks {
     ($($module:ident $base:ty, $server:ty;)*) => { $(
         mod $module {
             checks! { @each $base; every_answer_may_be_lost a_repeated_release_leaves_the_successor_alone
+                a_repeated_eviction_leaves_the_successor_alone
                 an_acquire_that_arrives_after_its_release_takes_nothing a_late_release_or_renewal_leaves_the_successor_alone
                 an_acquire_given_up_without_an_answer_leaves_nothing a_waiter_that_gives_up_unheard_does_not_haunt_the_line
                 a_holder_survives_cut_connections waiters_keep_their_places_when_their_connection_is_cut
@@ -38,6 +39,26 @@ macro_rules! checks {
             super::$check::<$base>().await;
         }
     )* };
+}
+
+/// The same when the lock is taken away: from its holder, and not from the next one as well.
+async fn a_repeated_eviction_leaves_the_successor_alone<B: SqlBase>() {
+    let World { proxy, far, near, .. } = &World::<B>::new().await;
+    // Any of the answers that it needs.
+    for (spared, mode) in (0..4).flat_map(|spared| [(spared, Mode::Exclusive), (spared, Mode::Shared)]) {
+        let told = format!("{mode}: {spared} came through");
+        let guard = hold(near, mode).await;
+        let next = queue(near, near, "next").await;
+        proxy.lose_answer_after(spared);
+        assert_eq!(far.evict(NAME).await.expect(&told), 1, "{told}");
+        let next = at_once("the next one holds", next).await.unwrap();
+        eventually("the holder is told", async || !guard.is_valid()).await;
+        drop(next.reenter().await.unwrap());
+        holds_alone(near, &next).await;
+        next.release().await.unwrap();
+        proxy.heal();
+    }
+    assert!(proxy.lost_answers() >= 4, "an eviction takes two answers at least");
 }
 
 checks! {

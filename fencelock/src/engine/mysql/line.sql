@@ -287,18 +287,20 @@ BEGIN
 END
 //
 
--- Takes the lock away from all who hold it, and hands over. Tells how many there were.
+-- Takes the lock away from all who hold it with a token up to this one, and hands over. Tells how many there were. Sent again, it must not
+-- take the lock from those who hold by now.
 DROP PROCEDURE IF EXISTS fencelock_evict
 //
-CREATE PROCEDURE fencelock_evict(IN caller BINARY(16), IN line_name VARBINARY(512), OUT taken BIGINT)
+CREATE PROCEDURE fencelock_evict(IN caller BINARY(16), IN line_name VARBINARY(512), IN newest BIGINT, OUT taken BIGINT)
 SQL SECURITY INVOKER
 BEGIN
   DECLARE moment BIGINT DEFAULT TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6));
   CALL fencelock_expire(line_name, moment);
   INSERT INTO fencelock_word (session, at, word)
-    SELECT session, moment, CONCAT('l ', HEX(owner)) FROM fencelock_claim WHERE name = line_name AND holds = 1;
+    SELECT session, moment, CONCAT('l ', HEX(owner)) FROM fencelock_claim
+    WHERE name = line_name AND holds = 1 AND token <= newest;
   SET taken = ROW_COUNT();
-  DELETE FROM fencelock_claim WHERE name = line_name AND holds = 1;
+  DELETE FROM fencelock_claim WHERE name = line_name AND holds = 1 AND token <= newest;
   CALL fencelock_settle(caller, line_name, moment, TRUE);
 END
 //
@@ -353,7 +355,7 @@ END
 --   caller  the client's session
 --   ops     for each operation: code name owner ttl mode permits arrival token label ';'
 --           code            a acquire or wait, also a waiter's look at its place (idempotent)   t acquire or leave it
---                           r release   x release for good: leaves a tombstone   n renew   v evict all holders
+--                           r release   x release for good: leaves a tombstone   n renew   v evict all holders up to a token
 --           name, owner, label in hexadecimal digits; ttl in ms; mode e, s or p
 --           arrival         when a waiter came, if it has been in line before; otherwise 0
 --           token           of r, x and n: of the hold that is meant; 0 if that is not known
@@ -411,7 +413,7 @@ BEGIN
       ELSEIF code = 'v' THEN
         SET kind = 8, a = 0;
         IF there THEN
-          CALL fencelock_evict(caller, line_name, a);
+          CALL fencelock_evict(caller, line_name, claim_token, a);
         END IF;
       ELSE
         SET kind = 4, a = 0;

@@ -283,14 +283,15 @@ BEGIN
   RETURN result;
 END $$;
 
--- Takes the lock away from all who hold it, and hands over. Tells how many there were.
-CREATE OR REPLACE FUNCTION fencelock.evict(caller bytea, line_name bytea) RETURNS bigint LANGUAGE plpgsql VOLATILE AS $$
+-- Takes the lock away from all who hold it with a token up to this one, and hands over. Tells how many there were. Sent again, it must not
+-- take the lock from those who hold by now.
+CREATE OR REPLACE FUNCTION fencelock.evict(caller bytea, line_name bytea, newest bigint) RETURNS bigint LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
   moment bigint := fencelock.now();
   holder fencelock.claim;
   taken  bigint := 0;
 BEGIN
-  FOR holder IN DELETE FROM fencelock.claim WHERE name = line_name AND holds RETURNING * LOOP
+  FOR holder IN DELETE FROM fencelock.claim WHERE name = line_name AND holds AND token <= newest RETURNING * LOOP
     IF holder.ends > moment THEN
       PERFORM fencelock.tell(holder.session, holder.polls, moment, 'l ' || encode(holder.owner, 'hex'));
       taken := taken + 1;
@@ -335,7 +336,7 @@ END $$;
 -- Carries out a batch of operations, which come in the order of their names (by their bytes).
 --   caller, asks     the client's session, and whether it asks for its words instead of listening
 --   codes            a acquire or wait, also a waiter's look at its place (idempotent)   t acquire or leave it
---                    r release   x release for good: leaves a tombstone   n renew   v evict all holders
+--                    r release   x release for good: leaves a tombstone   n renew   v evict all holders up to a token
 --   names, owners, ttls (ms), modes (e, s, p), permits, labels: of the claim
 --   arrivals         when a waiter came, if it has been in line before; otherwise 0
 --   tokens           of r, x and n: of the hold that is meant; 0 if that is not known
@@ -375,7 +376,7 @@ BEGIN
           permits[i], arrivals[i], labels[i]) r;
         waits := waits OR kind = 2;
       ELSIF codes[i] = 'v' THEN
-        kind := 8; a := CASE WHEN there THEN fencelock.evict(caller, names[i]) ELSE 0 END; b := NULL;
+        kind := 8; a := CASE WHEN there THEN fencelock.evict(caller, names[i], tokens[i]) ELSE 0 END; b := NULL;
       ELSE
         kind := 4; a := CASE WHEN there THEN fencelock.release(caller, codes[i], names[i], owners[i], tokens[i]) ELSE 0 END; b := NULL;
       END IF;

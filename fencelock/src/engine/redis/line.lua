@@ -21,7 +21,7 @@
 --   the same owner)
 -- Operations; a and t are followed by the mode (e, s, p) and, unless both are 0, ':' permits ':' time of arrival:
 --   a acquire or wait; also a waiter's look at its place (idempotent)   t acquire or leave it
---   r release   x release for good: leaves a tombstone   n renew   v evict all holders
+--   r release   x release for good: leaves a tombstone   n renew   v evict all holders up to a token
 -- Reply: server time in µs if that mattered, 0 otherwise; then per group its number if all its replies are that number, and else
 --   all of them:
 --   token held for the ttl          {2, arrival, look again in ms, 1 if a foreigner holds and this is the first} waiting
@@ -351,22 +351,30 @@ local function set_up(T, X, tag, now, newest)
     return {5, 1}
   end
 
-  local function evict(K, Q, W, D)
+  -- Sent again, it must not take the lock from those who hold by now: up to which token is what somebody has seen. A foreigner has no
+  -- token, and is meant by 0.
+  local function evict(K, Q, W, D, newest)
     local cur = current(K, W, D)
     local count = 0
     if together(cur) then
       for _, owner in ipairs(call('ZRANGE', D, 0, -1)) do
-        local session = match(call('HGET', W, owner) or '', '^h\n%d+\n%a\n%d+\n(%x+)')
-        if session then send(session, 'l\n' .. owner) end
-        call('HDEL', W, owner)
-        count = count + 1
+        local token, session = match(call('HGET', W, owner) or '', '^h\n(%d+)\n%a\n%d+\n(%x+)')
+        if not token or tonumber(token) <= newest then
+          if session then send(session, 'l\n' .. owner) end
+          call('HDEL', W, owner)
+          call('ZREM', D, owner)
+          count = count + 1
+        end
       end
+      if call('ZCARD', D) == 0 then call('DEL', K) else prolong(K, W, D) end
     elseif cur then
-      local owner, _, session = owner_of(cur)
-      if owner then send(session, 'l\n' .. owner) end
-      count = 1
+      local owner, token, session = owner_of(cur)
+      if owner and tonumber(token) <= newest or not owner and newest == 0 then
+        if owner then send(session, 'l\n' .. owner) end
+        call('DEL', K, D)
+        count = 1
+      end
     end
-    call('DEL', K, D)
     settle(K, Q, W, D, true)
     return {8, count}
   end
@@ -376,7 +384,7 @@ local function set_up(T, X, tag, now, newest)
     local owner, token = match(who, '^(%x+):?(%d*)\n?$')
     if op == 'r' or op == 'x' then return release(K, Q, W, D, op, owner, token) end
     if op == 'n' then return renew(K, W, D, owner, token, ttl) end
-    if op == 'v' then return evict(K, Q, W, D) end
+    if op == 'v' then return evict(K, Q, W, D, tonumber(token)) end
     local what, mode, of, arrival = match(op, '^(%a)(%a):?(%d*):?(%d*)$')
     if of == '' then of, arrival = '0', '0' end
     return acquire(K, Q, W, D, what, mode, of, arrival, owner, ttl, note)

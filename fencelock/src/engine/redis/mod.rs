@@ -463,8 +463,15 @@ impl Engine for RedisEngine {
 
     async fn evict(&self, name: &Name) -> Result<usize> {
         check_name(name)?;
-        match self.nodes.submit(&self.op("v", name, Owner::random(), Duration::ZERO)).await.map_err(told)?.reply {
-            Reply::Evicted(count) => Ok(usize::try_from(count).unwrap_or(usize::MAX)),
+        // Whoever holds at this moment, and nobody else, however often it is sent.
+        let seen = status::inspect(&self.nodes, &self.key(name.clone()), 0).await?.status(name.as_str()).holders;
+        let Some(newest) = seen.iter().map(|holder| holder.token.as_u64()).max() else { return Ok(0) };
+        let op = self.op("v", name, Owner::random(), Duration::ZERO);
+        let op = Op { who: Who::hold(Owner::random(), newest), ..op };
+        match self.nodes.submit(&op).await.map_err(told)? {
+            // An earlier attempt, whose answer was lost, has done it.
+            Answer { reply: Reply::Evicted(0), repeated: true, .. } => Ok(seen.len()),
+            Answer { reply: Reply::Evicted(count), .. } => Ok(usize::try_from(count).unwrap_or(usize::MAX)),
             _ => Err(Error::new(ErrorKind::Engine, "the script's answer cannot be understood; please report this")),
         }
     }

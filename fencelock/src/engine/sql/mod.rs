@@ -358,8 +358,14 @@ impl<D: Database> Engine for SqlEngine<D> {
     }
 
     async fn evict(&self, name: &Name) -> Result<usize> {
-        match self.post.submit(Op::plain("v", name, Owner::random(), Duration::ZERO)).await?.reply {
-            Reply::Evicted(count) => Ok(usize::try_from(count).unwrap_or(usize::MAX)),
+        // Whoever holds at this moment, and nobody else, however often it is sent.
+        let seen = self.inspect(name).await?.holders;
+        let Some(newest) = seen.iter().map(|holder| holder.token.as_u64()).max() else { return Ok(0) };
+        let op = Op { token: newest, ..Op::plain("v", name, Owner::random(), Duration::ZERO) };
+        match self.post.submit(op).await? {
+            // An earlier attempt, whose answer was lost, has done it.
+            Answer { reply: Reply::Evicted(0), repeated: true, .. } => Ok(seen.len()),
+            Answer { reply: Reply::Evicted(count), .. } => Ok(usize::try_from(count).unwrap_or(usize::MAX)),
             _ => Err(unreadable()),
         }
     }

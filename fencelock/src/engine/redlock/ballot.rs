@@ -3,6 +3,7 @@
 //! Operations that many tasks issue at the same time travel in one batch, which all nodes get. Each operation is decided as soon as
 //! the answers that are in decide it; nobody waits for a slow node whose answer cannot change anything.
 
+use super::mail::{Addressee, Mail};
 use crate::engine::redis::Packer;
 use crate::{Moment, Name, Owner};
 use redis::{Script, Value};
@@ -10,7 +11,6 @@ use std::collections::HashSet;
 use std::fmt::Write;
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
-use tokio::sync::oneshot;
 
 /// How long a handed-over lock is held before its new holder has reacted.
 const WINDOW: Duration = Duration::from_secs(2);
@@ -111,7 +111,7 @@ pub(super) struct Op {
     pub(super) ttl: Duration,
     /// What nodes note of the owner.
     pub(super) note: Arc<str>,
-    pub(super) tell: Option<oneshot::Sender<Outcome>>,
+    pub(super) tell: Option<Addressee>,
 }
 
 impl Op {
@@ -201,7 +201,7 @@ struct Tally {
     yes: usize,
     /// Nodes that said no for good.
     no: usize,
-    tell: Option<oneshot::Sender<Outcome>>,
+    tell: Option<Addressee>,
     decided: Option<bool>,
     /// What follows from a late answer was done.
     followed: bool,
@@ -256,6 +256,8 @@ pub(super) struct Batch {
 #[derive(Debug, Default)]
 pub(super) struct Next {
     pub(super) ops: Vec<Op>,
+    /// Whom to tell.
+    pub(super) mail: Mail,
     /// A majority has answered: there is room for another batch.
     pub(super) room: bool,
 }
@@ -380,7 +382,7 @@ impl Batch {
         if let Some(tell) = tally.tell.take() {
             // Who has won needs no reasons.
             let voices = if won && !op.code.asks_all() { Vec::new() } else { Count::voices(heard, op, at) };
-            let _ = tell.send(Outcome { won, sent: self.sent, voices });
+            next.mail.push((tell, Outcome { won, sent: self.sent, voices }));
         }
     }
 

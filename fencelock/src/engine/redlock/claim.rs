@@ -2,8 +2,9 @@
 
 use super::ballot::{Answer, Code, Holder, Op, Outcome, Voice, Who};
 use super::council::{Expected, Told};
+use super::mail::answered;
 use super::node::Push;
-use super::{RedlockEngine, answered, refused};
+use super::{RedlockEngine, refused};
 use crate::{Claim, Clock, Error, ErrorKind, Grant, Mode, Moment, Result, Token};
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;

@@ -3,7 +3,8 @@
 //! Everything that touches a connection runs on one thread of its own, shared by all Redlock clients of the process: whatever happens
 //! to the caller's runtime, votes, releases and pushes go on.
 
-use super::ballot::{Answer, Batch, Code, Next, Op, Outcome, Voice, Who, millis};
+use super::ballot::{Answer, Batch, Code, Next, Op, Voice, Who, millis};
+use super::mail::{Letter, deliver};
 use super::node::{Intro, Node, Push, Trust, UNTRIED};
 use crate::{Clock, Error, ErrorKind, Moment, Name, Owner, Result};
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -139,7 +140,7 @@ impl Council {
     }
 
     /// Gives an operation to all nodes.
-    pub(super) fn submit(&self, mut op: Op) -> oneshot::Receiver<Outcome> {
+    pub(super) fn submit(&self, mut op: Op) -> oneshot::Receiver<Letter> {
         let (tell, told) = oneshot::channel();
         op.tell = Some(tell);
         let mut desk = self.desk();
@@ -149,7 +150,7 @@ impl Council {
     }
 
     /// Gives many operations to all nodes.
-    pub(super) fn submit_all(&self, ops: impl IntoIterator<Item = Op>) -> Vec<oneshot::Receiver<Outcome>> {
+    pub(super) fn submit_all(&self, ops: impl IntoIterator<Item = Op>) -> Vec<oneshot::Receiver<Letter>> {
         let mut told = Vec::new();
         let mut desk = self.desk();
         for mut op in ops {
@@ -196,6 +197,11 @@ impl Council {
 
     /// Goes on after an answer was counted.
     pub(super) fn counted(&self, next: Next) {
+        let bag = deliver(next.mail);
+        if next.room {
+            self.gather();
+        }
+        bag.empty();
         if next.ops.is_empty() && !next.room {
             return;
         }
@@ -207,27 +213,24 @@ impl Council {
             }
         }
         if next.room {
-            if desk.calls == 1 {
-                desk = self.gather(desk);
-            }
             desk.calls = desk.calls.saturating_sub(1);
         }
         self.seal(&mut desk);
     }
 
-    /// Those who have just been told as a rule have the next operation to hand in. They run on other threads, and so may the nodes on
-    /// this machine: all get a chance before the driver goes on with the little that is there.
-    fn gather<'a>(&'a self, mut desk: MutexGuard<'a, Desk>) -> MutexGuard<'a, Desk> {
+    /// Those who have just been told as a rule have the next operation to hand in, and others to tell. They run on other threads, and so
+    /// may the nodes on this machine: all get a chance before the driver goes on with the little that is there.
+    fn gather(&self) {
         let until = Clock::Boot.now().after(GATHER);
         for _ in 0..TURNS {
-            if desk.usual < LARGE || 4 * desk.queue.len() >= 3 * desk.usual || Clock::Boot.now() >= until {
+            let desk = self.desk();
+            let enough = desk.calls > 1 || desk.usual < LARGE || desk.queue.len() >= desk.usual;
+            drop(desk);
+            if enough || Clock::Boot.now() >= until {
                 break;
             }
-            drop(desk);
             std::thread::yield_now();
-            desk = self.desk();
         }
-        desk
     }
 
     /// A token above `seen`, above all that this client proposed by the clock, and not below the nodes' time in µs.

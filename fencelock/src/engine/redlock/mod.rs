@@ -4,6 +4,7 @@
 //! * `ballot`: operations, and how the nodes' answers are counted.
 //! * `node`: one node's connection, and whether it may vote.
 //! * `council`: the nodes together; batching.
+//! * `mail`: how those who wait for an outcome are told.
 //! * `claim`: acquiring, and waiting.
 //! * `view`: what a majority sees.
 //!
@@ -12,11 +13,13 @@
 mod ballot;
 mod claim;
 mod council;
+mod mail;
 mod node;
 mod view;
 
 use self::ballot::{Answer, Code, Op, Outcome, Voice, Who};
 use self::council::{Council, Quarantine, driver};
+use self::mail::answered;
 use self::node::Node;
 use self::view::View;
 use super::redis::{Target, check_name, connection_info, tls};
@@ -30,7 +33,7 @@ use redis::ConnectionAddr;
 use std::collections::{BTreeSet, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 
 const OPTIONS: [&str; 8] = ["ttl", "max_ttl", "timeout", "patience", "quarantine", "ca", "cert", "key"];
 /// The longest lease, unless the URL says otherwise: so long is a node out that came back without its memory.
@@ -303,11 +306,6 @@ fn refused(outcome: &Outcome) -> Option<Error> {
         Answer::Refused(why) => Some(Error::new(ErrorKind::Engine, format!("a node refused it: {why}"))),
         _ => None,
     })
-}
-
-/// The outcome of an operation; nodes are asked on a thread of their own, which never ends.
-async fn answered(told: oneshot::Receiver<Outcome>) -> Result<Outcome> {
-    told.await.map_err(|_| Error::new(ErrorKind::Ambiguous, "the operation was dropped; please report this"))
 }
 
 #[async_trait]

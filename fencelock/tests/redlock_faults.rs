@@ -667,6 +667,27 @@ async fn a_batch_passes_nobody_by_who_waits_for_a_free_lock() {
     }
 }
 
+/// What keeps a line alive is renewed by those who look again, and nobody else need do it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_line_lives_as_long_as_somebody_looks() {
+    let server = RedisServer::start();
+    let token = 1_700_000_000_000_000;
+    let [line, records, marker] = ["fencelock:rq:k", "fencelock:rw:k", "fencelock:redlock:waits"];
+    let lives = |key: &str| server.ask::<i64>(&["PTTL", key]);
+    let claim = |owner: &str, later: u64| vote(&server, "a", &[("k", value(token + later, owner))]);
+    assert_eq!(claim("a", 0), "g");
+    assert_eq!(claim("b", 1), "w");
+    assert!([line, records, marker].iter().all(|key| lives(key) > 50_000), "begun by the first one");
+    for key in [line, records] {
+        server.run(&["PEXPIRE", key, "20000"]);
+    }
+    server.run(&["SET", marker, "1700000000000000", "PX", "20000"]);
+    assert_eq!(claim("c", 2), "w");
+    assert!(lives(marker) > 50_000, "it was old");
+    assert_eq!(claim("c", 2), "w", "it looks again");
+    assert!(lives(line) > 50_000 && lives(records) > 50_000);
+}
+
 /// A claim that comes after it was given up, alone or with others.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_node_does_not_revive_who_gave_up() {

@@ -188,8 +188,8 @@ pub(super) struct Outcome {
 /// A node's reply to a batch.
 #[derive(Debug)]
 pub(super) struct Reply {
-    /// The node's time in µs.
-    pub(super) now: u64,
+    /// The node's time in µs; `None` if it told neither that nor whether it votes.
+    pub(super) now: Option<u64>,
     /// Why the node does not vote, as it says itself, and for how long.
     pub(super) out: Option<(String, Duration)>,
     pub(super) answers: Vec<Answer>,
@@ -416,7 +416,7 @@ pub(super) fn read(value: Value, count: usize) -> Option<Reply> {
         let (why, ms) = rest.rsplit_once('\n')?;
         Some((why.to_owned(), ms.parse().map_or(Duration::MAX, Duration::from_millis)))
     });
-    Some(Reply { now, out, answers: answers? })
+    Some(Reply { now: Some(now).filter(|now| *now > 0), out, answers: answers? })
 }
 
 fn answer(letter: u8, extras: &mut impl Iterator<Item = Value>, now: u64) -> Option<Answer> {

@@ -494,10 +494,12 @@ impl Node {
             let why: Arc<str> = "its answer cannot be understood; please report this".into();
             return council.counted(batch.count_failed(self.index, &why, true));
         };
-        if let Some(jump) = self.read_clock(sent, received, reply.now) {
-            council.jumped(self, jump);
+        if let Some(now) = reply.now {
+            if let Some(jump) = self.read_clock(sent, received, now) {
+                council.jumped(self, jump);
+            }
+            self.state().out = reply.out.map(|(why, left)| (received.after(left), why.into()));
         }
-        self.state().out = reply.out.map(|(why, left)| (received.after(left), why.into()));
         let floor = if council.trusts_all() { Some(0) } else { self.floor() };
         council.counted(batch.count(self.index, floor, reply.answers));
     }

@@ -11,7 +11,7 @@
 --   T  fencelock:redlock:tokens  the highest proposals that this node accepted, a hash by name, each as K is; under '' is when
 --      T was begun, in µs, and the highest of all
 --   fencelock:redlock:before  what T was before
---   fencelock:redlock:out     it does not vote, and why        fencelock:redlock:waits   somebody waits here
+--   fencelock:redlock:out     it does not vote, and why        fencelock:redlock:waits   somebody waits here; since when it says so, in µs
 --   fencelock:redlock:graves  there are keys X
 -- A token is 16 digits, a time in µs: as texts they compare like the numbers. So do proposals (token ':' owner), which have 49
 -- characters, and values of K.
@@ -21,7 +21,7 @@
 -- Codes: a acquire or wait (again: confirm, or look)   t acquire or leave it   A, T the same, of names that all differ
 --   n renew   c renew, or bring back   r release   x give up: also what is on its way   u take a proposal back   i inspect
 --   v evict this proposal   o evict a client of another kind, whoever it is
--- Reply: server time in µs, a text with one letter per operation (behind \n why this node does not vote, and for how long, if
+-- Reply: server time in µs, or 0 if that and whether this node votes does not matter, a text with one letter per operation (behind \n why this node does not vote, and for how long, if
 -- so), and what some letters have to say, in their order:
 --   g granted   b busy {K, lease left in ms}   w waits {K, lease left in ms, how many ahead}   l too low {highest accepted}
 --   x given up before   y renewed   m nobody holds   n somebody else holds   f freed   d withdrawn   0 nothing   e error {text}
@@ -30,12 +30,19 @@
 -- past a living waiter whose proposal can be accepted. A waiter that is handed the lock holds for the claim window.
 
 local call, KEYS, ARGV = redis.call, KEYS, ARGV
+
+-- A release that travels alone, and nobody waits: in the fewest steps.
+if #KEYS == 1 and ARGV[4] == 'r' then
+  local seen = call('MGET', KEYS[1], 'fencelock:redlock:waits')
+  if seen[1] and not seen[2] and string.find(seen[1], ARGV[7], 1, true) == 1 then
+    call('DEL', KEYS[1])
+    return {0, 'f'}
+  end
+end
+
 local time = call('TIME')
 local now = time[1] * 1000000 + time[2]
-local state = {}
-if call('EXISTS', 'fencelock:redlock:out', 'fencelock:redlock:waits', 'fencelock:redlock:graves') > 0 then
-  state = call('MGET', 'fencelock:redlock:out', 'fencelock:redlock:waits', 'fencelock:redlock:graves')
-end
+local state = call('MGET', 'fencelock:redlock:out', 'fencelock:redlock:waits', 'fencelock:redlock:graves')
 local crowded = state[2] or state[3]
 local sub = string.sub
 local T, BEFORE = 'fencelock:redlock:tokens', 'fencelock:redlock:before'
@@ -140,13 +147,21 @@ local function set_up()
 
   local function register(K, who, value, ttl)
     local owner, Q, W = owner_of(who), 'fencelock:rq:' .. K, 'fencelock:rw:' .. K
-    local since = match(call('HGET', W, owner) or '', '^%d+\n(%d+)') or string.format('%.0f', now)
+    local since = match(call('HGET', W, owner) or '', '^%d+\n(%d+)')
     call('ZADD', Q, sub(who, 1, 16), owner)
-    call('HSET', W, owner, ttl .. '\n' .. since .. '\n' .. value)
-    call('PEXPIRE', Q, linger)
-    call('PEXPIRE', W, linger)
-    call('SET', 'fencelock:redlock:waits', 1, 'PX', linger)
-    return call('ZRANK', Q, owner)
+    call('HSET', W, owner, ttl .. '\n' .. (since or string.format('%.0f', now)) .. '\n' .. value)
+    local ahead = call('ZRANK', Q, owner)
+    -- By the first one, who may have begun the line, and by those who come to look again, as all do who live.
+    if since or ahead == 0 then
+      call('PEXPIRE', Q, linger)
+      call('PEXPIRE', W, linger)
+    end
+    -- Said anew when half of its time is over.
+    if not state[2] or now - state[2] > linger * 500 then
+      state[2] = string.format('%.0f', now)
+      call('SET', 'fencelock:redlock:waits', state[2], 'PX', linger)
+    end
+    return ahead
   end
 
   local function acquire(code, K, value, ttl)
@@ -334,7 +349,7 @@ while done < #KEYS do
         local answer = slow(code, K, value, ttl)
         answers[done + index] = answer
         -- Whoever waits now must be seen by the rest of the batch.
-        if answer == 'w' then state[2], crowded = '1', true end
+        if answer == 'w' then crowded = true end
       end
     end
     if last ~= '' then
@@ -361,7 +376,7 @@ while done < #KEYS do
       if not answers[done + index] then
         slow = slow or set_up()
         local answer = slow(code, KEYS[done + index], ARGV[at + index], ttl)
-        if answer == 'w' then state[2], crowded = '1', true end
+        if answer == 'w' then crowded = true end
         if answer == '0' and code == 'x' then state[3], crowded = '1', true end
         answers[done + index] = answer
       end

@@ -468,6 +468,26 @@ async fn an_eviction_takes_the_lock_from_its_holder_and_not_from_the_next_one() 
     assert_eq!(world.keys(), [true; 5]);
 }
 
+/// Nodes that do not answer may side with anybody: everybody is meant who may hold.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_eviction_finds_the_holder_though_nodes_are_away() {
+    let nodes = Nodes::start(5);
+    let client = connect(format!("{}?timeout=300ms", nodes.url())).await.unwrap();
+    let guard = client.mutex(NAME).ttl(LONG).acquire().await.unwrap();
+    eventually("it is held everywhere", async || nodes.holding(NAME) == 5).await;
+    for server in &nodes.servers[1..3] {
+        server.run(&["SET", NAME, &value(1_700_000_000_000_000, "a")]);
+    }
+    for server in &nodes.servers[3..] {
+        server.freeze();
+    }
+    client.evict(NAME).await.unwrap();
+    at_once("the holder is told", guard.lost()).await;
+    for server in &nodes.servers[3..] {
+        server.thaw();
+    }
+}
+
 /// Votes that nobody came back for would be in everybody's way for the length of a lease, and those of other clients for ever.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_eviction_clears_votes_that_nobody_won_with() {
@@ -667,9 +687,9 @@ async fn a_batch_passes_nobody_by_who_waits_for_a_free_lock() {
     }
 }
 
-/// What keeps a line alive is renewed by those who look again, and nobody else need do it.
+/// Also if nobody ever looks, since all are handed the lock before.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_line_lives_as_long_as_somebody_looks() {
+async fn a_line_lives_as_long_as_somebody_joins() {
     let server = RedisServer::start();
     let token = 1_700_000_000_000_000;
     let [line, records, marker] = ["fencelock:rq:k", "fencelock:rw:k", "fencelock:redlock:waits"];
@@ -683,9 +703,10 @@ async fn a_line_lives_as_long_as_somebody_looks() {
     }
     server.run(&["SET", marker, "1700000000000000", "PX", "20000"]);
     assert_eq!(claim("c", 2), "w");
-    assert!(lives(marker) > 50_000, "it was old");
-    assert_eq!(claim("c", 2), "w", "it looks again");
-    assert!(lives(line) > 50_000 && lives(records) > 50_000);
+    assert!([line, records, marker].iter().all(|key| lives(key) > 50_000), "prolonged by the next one");
+    server.run(&["PERSIST", records]);
+    assert_eq!(claim("b", 1), "w");
+    assert!(lives(records) > 50_000, "not for ever");
 }
 
 /// A claim that comes after it was given up, alone or with others.

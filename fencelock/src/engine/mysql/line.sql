@@ -358,7 +358,7 @@ END
 --                           r release   x release for good: leaves a tombstone   n renew   v evict all holders up to a token
 --           name, owner, label in hexadecimal digits; ttl in ms; mode e, s or p
 --           arrival         when a waiter came, if it has been in line before; otherwise 0
---           token           of r, x and n: of the hold that is meant; 0 if that is not known
+--           token           of r, x and n: of the hold that is meant; 0 if that is not known; of v: of the newest hold that is meant
 -- Reply: one text: the server's time ';', then for each operation kind a b ';' where b may be missing, then '|' and the words for the
 -- caller, each with ';':
 --   1 token          held for the ttl          2 arrival, look again in ms   waiting         3 busy

@@ -4,7 +4,7 @@
 use super::fault::fault;
 use crate::engine::sql::fault::{Fault, unreadable};
 use crate::engine::sql::op::{Op, Push, Reply, hex, mode, owner};
-use crate::engine::sql::{Database, Row, Which, after_prefix};
+use crate::engine::sql::{Database, Row, SEEN, Which, after_prefix};
 use crate::engine::{Capability, Purpose};
 use crate::{Error, ErrorKind};
 use mysql_async::prelude::Queryable;
@@ -329,7 +329,7 @@ impl Database for Link {
         let rows = match which {
             Which::Name(name) => {
                 let sql = select(&format!("name = {}", literal(name.as_str())));
-                self.exchange(&self.calls, format!("{sql} LIMIT 10000")).await?
+                self.exchange(&self.calls, format!("{sql} LIMIT {SEEN}")).await?
             }
             Which::Owner(name, owner) => {
                 let owner = hex(&owner.to_bytes());

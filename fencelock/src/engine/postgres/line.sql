@@ -339,7 +339,7 @@ END $$;
 --                    r release   x release for good: leaves a tombstone   n renew   v evict all holders up to a token
 --   names, owners, ttls (ms), modes (e, s, p), permits, labels: of the claim
 --   arrivals         when a waiter came, if it has been in line before; otherwise 0
---   tokens           of r, x and n: of the hold that is meant; 0 if that is not known
+--   tokens           of r, x and n: of the hold that is meant; 0 if that is not known; of v: of the newest hold that is meant
 -- Reply: one row with the server's time (0, now, null), then one per operation (kind, a, b):
 --   1 token          held for the ttl          2 arrival, look again in ms   waiting         3 busy
 --   4 1 freed | 2 withdrawn | 0 nothing        5 1 | 0   renewed or gone                     6 n  in use with n permits

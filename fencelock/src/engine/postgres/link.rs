@@ -4,7 +4,7 @@
 use super::fault::fault;
 use crate::engine::sql::fault::{Fault, unreadable};
 use crate::engine::sql::op::{Op, Push, Reply, hex, mode, owner};
-use crate::engine::sql::{Database, Row, Which, after_prefix};
+use crate::engine::sql::{Database, Row, SEEN, Which, after_prefix};
 use crate::engine::{Capability, Purpose};
 use crate::{Error, ErrorKind};
 use std::fmt::Write as _;
@@ -295,7 +295,7 @@ impl Database for Link {
         let caller: &[u8] = &self.session;
         let rows = match which {
             Which::Name(name) => {
-                let (query, name) = (format!("{LOOK} name = $2 {order} LIMIT 10000"), name.as_str().as_bytes());
+                let (query, name) = (format!("{LOOK} name = $2 {order} LIMIT {SEEN}"), name.as_str().as_bytes());
                 let arguments: [(&(dyn ToSql + Sync), Type); 2] = [(&caller, Type::BYTEA), (&name, Type::BYTEA)];
                 self.exchange(async |open| open.client.query_typed(&query, &arguments).await).await?
             }

@@ -25,7 +25,9 @@ end
 local listens = {}
 local how, suffix = string.match(ARGV[2], '^(%a)(.*)$')
 local count = how == 's' and 'SHARDNUMSUB' or 'NUMSUB'
-for _, owner in ipairs(call('ZRANGE', Q, 0, tonumber(ARGV[1]) - 1)) do
+local seen = {}
+if tonumber(ARGV[1]) > 0 then seen = call('ZRANGE', Q, 0, tonumber(ARGV[1]) - 1) end
+for _, owner in ipairs(seen) do
   local record = call('HGET', W, owner) or ''
   local session = string.match(record, '^w\n%a\n%d+\n%d+\n%d+\n(%x+)\n')
   if session then

@@ -18,7 +18,7 @@
 --   holds alone), 0 otherwise, and on a cluster behind it how inboxes are named (s: or p: and what is appended); then per group:
 --   operation, count; for a, t and n also ttl in ms and what is noted of the owners (\n session \n label); then each owner
 --   (for n, r and x the owner is followed by ':' token \n if that is known: then only this hold is meant, and no other one of
---   the same owner)
+--   the same owner; for v by that of the newest hold that is meant, 0 for a foreigner)
 -- Operations; a and t are followed by the mode (e, s, p) and, unless both are 0, ':' permits ':' time of arrival:
 --   a acquire or wait; also a waiter's look at its place (idempotent)   t acquire or leave it
 --   r release   x release for good: leaves a tombstone   n renew   v evict all holders up to a token

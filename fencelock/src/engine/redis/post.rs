@@ -276,7 +276,7 @@ impl Post {
         outcomes
     }
 
-    /// One call, with repetitions: every operation is idempotent by its owner. An operation that the server refuses spoils its
+    /// One call, with repetitions: every operation is idempotent by its owner, or by a token. An operation that the server refuses spoils its
     /// batch; then each is tried by itself.
     async fn deliver<O: Borrow<Op> + Sync>(&self, ops: &[O]) -> Vec<Outcome> {
         match self.call(ops, false).await {

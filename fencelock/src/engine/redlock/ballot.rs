@@ -16,7 +16,7 @@ use std::time::Duration;
 const WINDOW: Duration = Duration::from_secs(2);
 /// How long a token is remembered after the longest lease that may begin with it; later ones are above it by the nodes' clocks.
 const REMEMBER: Duration = Duration::from_secs(600);
-/// How long waiters' records and the marks of given-up claims outlive the last sign of life.
+/// How long waiters' records and the marks of given-up claims outlive the last sign of life, at least.
 const LINGER: Duration = Duration::from_secs(60);
 const SOURCE: &str = include_str!("vote.lua");
 

@@ -32,11 +32,15 @@ pub(super) struct Bag(Mutex<Mail>);
 impl Bag {
     /// Tells those whom nobody has told yet.
     pub(super) fn empty(&self) {
-        let mail = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
-        for (addressee, outcome) in mail {
+        // One by one: if this thread has to pause, another one goes on.
+        while let Some((addressee, outcome)) = self.next() {
             // Who is gone need not know.
             let _ = addressee.send(Letter { outcome, rest: None });
         }
+    }
+
+    fn next(&self) -> Option<(Addressee, Outcome)> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).pop()
     }
 }
 

@@ -23,7 +23,7 @@ use self::mail::answered;
 use self::node::Node;
 use self::view::View;
 use super::redis::{Target, check_name, connection_info, tls};
-use super::{Capability, Engine, Purpose};
+use super::{Capability, EVICTIONS, Engine, Purpose};
 use crate::url::Url;
 use crate::{
     Claim, Clock, Error, ErrorKind, Grant, Hold, MAX_TTL, Mode, Name, Owner, Release, Renewal, Result, Status, Token,
@@ -261,23 +261,54 @@ impl RedlockEngine {
         Ok(View::of(&outcome.voices, self.council.nodes.len()))
     }
 
-    /// From whom an eviction takes the lock: its holder. Where nobody has a majority, somebody is as a rule about to get it and is waited
-    /// for; if not, these are votes that nobody came back for.
-    async fn in_the_way(&self, name: &Name) -> Result<HashSet<Option<Who>>> {
+    /// Takes the lock from whoever holds it, or may do so where nodes do not answer. Where nobody has a majority, somebody is as a rule
+    /// about to get it and is waited for; if not, these are votes that nobody came back for, and they are cleared one by one for as long
+    /// as nobody wins. `None`: those who were seen had released it before they were asked to.
+    async fn clear(&self, name: &Name) -> Result<Option<usize>> {
         let give_up = Clock::Boot.now().after(self.timeout);
         let mut lasting: Option<HashSet<Option<Who>>> = None;
+        let mut freed = 0;
         loop {
             let view = self.view(name, 0).await?;
-            if view.is_held() {
-                return Ok(HashSet::from([view.who()]));
+            if !view.may_hold().is_empty() {
+                if freed > 0 {
+                    return Ok(Some(freed));
+                }
+                for who in view.may_hold() {
+                    freed += usize::from(self.take_from(name, *who).await?);
+                }
+                return Ok(Some(freed).filter(|freed| *freed > 0));
             }
-            let votes = view.voted_for();
-            let still = lasting.map_or_else(|| votes.clone(), |lasting| &lasting & votes);
-            if votes.is_empty() || Clock::Boot.now() >= give_up {
-                return Ok(still);
+            let late = lasting.is_some() && Clock::Boot.now() >= give_up;
+            let mut still = lasting.map_or_else(|| view.voted_for().clone(), |lasting| &lasting & view.voted_for());
+            if view.voted_for().is_empty() || late && still.is_empty() {
+                return Ok(Some(freed));
+            }
+            if late && let Some(who) = still.iter().next().copied() {
+                still.remove(&who);
+                freed = freed.max(usize::from(self.take_from(name, who).await?));
+            } else {
+                tokio::time::sleep(Duration::from_millis(20)).await;
             }
             lasting = Some(still);
-            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    /// Takes the lock from this proposal, or from a client of another kind. Whether there was something to take.
+    async fn take_from(&self, name: &Name, who: Option<Who>) -> Result<bool> {
+        let op = match who {
+            Some(who) => self.op(Code::Evict, name, who, Duration::ZERO),
+            None => self.op(Code::EvictForeign, name, NOBODY, Duration::ZERO),
+        };
+        let outcome = answered(self.council.submit(op)).await?;
+        let count = |what: fn(&Answer) -> bool| outcome.voices.iter().filter(|voice| what(&voice.answer)).count();
+        if count(|answer| matches!(answer, Answer::Failed(..))) > self.council.nodes.len() - self.council.majority {
+            return Err(self.council.too_few(&outcome.voices));
+        }
+        match refused(&outcome) {
+            Some(error) => Err(error),
+            // A holder that is told by the first node gives the lock back on the others, and they have nothing to free.
+            None => Ok(count(|answer| *answer == Answer::Freed) > 0),
         }
     }
 
@@ -426,24 +457,12 @@ impl Engine for RedlockEngine {
 
     async fn evict(&self, name: &Name) -> Result<usize> {
         check_name(name)?;
-        let mut freed = false;
-        for who in self.in_the_way(name).await? {
-            let op = match who {
-                Some(who) => self.op(Code::Evict, name, who, Duration::ZERO),
-                None => self.op(Code::EvictForeign, name, NOBODY, Duration::ZERO),
-            };
-            let outcome = answered(self.council.submit(op)).await?;
-            let count = |what: fn(&Answer) -> bool| outcome.voices.iter().filter(|voice| what(&voice.answer)).count();
-            if count(|answer| matches!(answer, Answer::Failed(..))) > self.council.nodes.len() - self.council.majority {
-                return Err(self.council.too_few(&outcome.voices));
+        for _ in 0..EVICTIONS {
+            if let Some(count) = self.clear(name).await? {
+                return Ok(count);
             }
-            if let Some(error) = refused(&outcome) {
-                return Err(error);
-            }
-            // A holder that is told by the first node gives the lock back on the others, and they have nothing to free.
-            freed |= count(|answer| *answer == Answer::Freed) > 0;
         }
-        Ok(usize::from(freed))
+        Ok(0)
     }
 
     async fn drive(&self, lost: mpsc::UnboundedSender<Owner>) {

@@ -15,14 +15,14 @@
 --   fencelock:redlock:graves  there are keys X
 -- A token is 16 digits, a time in µs: as texts they compare like the numbers. So do proposals (token ':' owner), which have 49
 -- characters, and values of K.
--- ARGV: how long T lasts in ms, longer than any lease, claim window in ms, life of Q, W and X in ms; then groups of operations, in the
+-- ARGV: how long T lasts in ms, longer than any lease, claim window in ms, least life of Q, W and X in ms; then groups of operations, in the
 --   order of KEYS: code, count, ttl in ms (for i: how many waiters to show), and for each operation what K is to be (a, t, A, T, c) or
 --   the proposal
 -- Codes: a acquire or wait (again: confirm, or look)   t acquire or leave it   A, T the same, of names that all differ
 --   n renew   c renew, or bring back   r release   x give up: also what is on its way   u take a proposal back   i inspect
 --   v evict this proposal   o evict a client of another kind, whoever it is
--- Reply: server time in µs, or 0 if that and whether this node votes does not matter, a text with one letter per operation (behind \n why this node does not vote, and for how long, if
--- so), and what some letters have to say, in their order:
+-- Reply: server time in µs, or 0 if neither that nor whether this node votes matters; a text with one letter per operation (behind \n why
+-- this node does not vote, and for how long, if so); and what some letters have to say, in their order:
 --   g granted   b busy {K, lease left in ms}   w waits {K, lease left in ms, how many ahead}   l too low {highest accepted}
 --   x given up before   y renewed   m nobody holds   n somebody else holds   f freed   d withdrawn   0 nothing   e error {text}
 --   i seen {K, lease left in ms, waiters: records}
@@ -151,15 +151,14 @@ local function set_up()
     call('ZADD', Q, sub(who, 1, 16), owner)
     call('HSET', W, owner, ttl .. '\n' .. (since or string.format('%.0f', now)) .. '\n' .. value)
     local ahead = call('ZRANK', Q, owner)
-    -- By the first one, who may have begun the line, and by those who come to look again, as all do who live.
-    if since or ahead == 0 then
-      call('PEXPIRE', Q, linger)
-      call('PEXPIRE', W, linger)
+    -- The line outlives its last sign of life by `linger` and a half at most, and the mark outlives the line.
+    if ahead == 0 or call('PTTL', W) < tonumber(linger) then
+      call('PEXPIRE', Q, linger * 1.5)
+      call('PEXPIRE', W, linger * 1.5)
     end
-    -- Said anew when half of its time is over.
     if not state[2] or now - state[2] > linger * 500 then
       state[2] = string.format('%.0f', now)
-      call('SET', 'fencelock:redlock:waits', state[2], 'PX', linger)
+      call('SET', 'fencelock:redlock:waits', state[2], 'PX', linger * 2)
     end
     return ahead
   end
@@ -265,8 +264,9 @@ local function set_up()
     local _, value, err = get(K)
     if err then say(err) return 'e' end
     -- A waiter whose client does not listen is dead, or on its way back to its place.
-    local waiters, listens = {}, {}
-    for _, owner in ipairs(call('ZRANGE', 'fencelock:rq:' .. K, 0, tonumber(count) - 1)) do
+    local waiters, listens, seen = {}, {}, {}
+    if tonumber(count) > 0 then seen = call('ZRANGE', 'fencelock:rq:' .. K, 0, tonumber(count) - 1) end
+    for _, owner in ipairs(seen) do
       local record = call('HGET', 'fencelock:rw:' .. K, owner)
       local session = record and match(record, '^%d+\n%d+\n%d+:%x+\n(%x+)\n')
       if session then

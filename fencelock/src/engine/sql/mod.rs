@@ -14,7 +14,7 @@ mod post;
 use self::fault::{Fault, unreadable};
 use self::op::{Answer, Op, Push, Reply};
 use self::post::Post;
-use super::{Capability, Engine};
+use super::{Capability, EVICTIONS, Engine};
 use crate::{
     Claim, Clock, Error, ErrorKind, Grant, Hold, Holder, Mode, Name, Owner, Release, Renewal, Result, Status, Token,
     Waiter,
@@ -61,6 +61,9 @@ pub(crate) struct Row {
     pub(crate) since: u64,
     pub(crate) label: String,
 }
+
+/// So many claims of a name are looked at.
+pub(crate) const SEEN: usize = 10_000;
 
 /// A database with fencelock's functions in it.
 pub(crate) trait Database: Send + Sync + 'static {
@@ -358,16 +361,24 @@ impl<D: Database> Engine for SqlEngine<D> {
     }
 
     async fn evict(&self, name: &Name) -> Result<usize> {
-        // Whoever holds at this moment, and nobody else, however often it is sent.
-        let seen = self.inspect(name).await?.holders;
-        let Some(newest) = seen.iter().map(|holder| holder.token.as_u64()).max() else { return Ok(0) };
-        let op = Op { token: newest, ..Op::plain("v", name, Owner::random(), Duration::ZERO) };
-        match self.post.submit(op).await? {
-            // An earlier attempt, whose answer was lost, has done it.
-            Answer { reply: Reply::Evicted(0), repeated: true, .. } => Ok(seen.len()),
-            Answer { reply: Reply::Evicted(count), .. } => Ok(usize::try_from(count).unwrap_or(usize::MAX)),
-            _ => Err(unreadable()),
+        let mut taken = 0;
+        for _ in 0..EVICTIONS {
+            // Whoever holds at this moment, and nobody else, however often it is sent.
+            let seen = self.inspect(name).await?.holders;
+            let Some(newest) = seen.iter().map(|holder| holder.token.as_u64()).max() else { break };
+            let op = Op { token: newest, ..Op::plain("v", name, Owner::random(), Duration::ZERO) };
+            taken += match self.post.submit(op).await? {
+                // An earlier attempt, whose answer was lost, has done it.
+                Answer { reply: Reply::Evicted(0), repeated: true, .. } => seen.len(),
+                Answer { reply: Reply::Evicted(count), .. } => usize::try_from(count).unwrap_or(usize::MAX),
+                _ => return Err(unreadable()),
+            };
+            // They had released it before; or there are more than can be seen at once.
+            if taken > 0 && seen.len() < SEEN {
+                break;
+            }
         }
+        Ok(taken)
     }
 
     async fn drive(&self, lost: mpsc::UnboundedSender<Owner>) {

@@ -13,7 +13,7 @@ pub(crate) struct Op {
     pub(crate) mode: Mode,
     /// When a waiter came, if it has been in line before; 0 otherwise.
     pub(crate) arrival: u64,
-    /// The hold that is meant; 0 if it is not known.
+    /// The hold that is meant, 0 if it is not known; of an eviction the newest.
     pub(crate) token: u64,
     pub(crate) label: String,
 }

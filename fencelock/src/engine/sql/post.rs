@@ -93,7 +93,7 @@ impl<D: Database> Post<D> {
         outcomes
     }
 
-    /// One call, with repetitions: every operation is idempotent by its owner. An operation that the server refuses spoils its
+    /// One call, with repetitions: every operation is idempotent by its owner, or by a token. An operation that the server refuses spoils its
     /// batch; then each is tried by itself.
     async fn deliver(&self, ops: &[Op]) -> Vec<Outcome> {
         match self.call(ops).await {

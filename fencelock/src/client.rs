@@ -143,8 +143,8 @@ impl Client {
         answer.map_err(|error| error.during("list").at_engine(self.0.engine.address()))
     }
 
-    /// Takes the lock away from its holders, who are told that they lost it. Waiters follow at once. Tells how many holders
-    /// there were.
+    /// Takes the lock away from those who hold it at this moment, who are told that they lost it. Waiters follow at once. Tells how many
+    /// holders there were; 0 also if they have released it before they could be told.
     ///
     /// # Errors
     /// `Invalid` for a bad name, `Unavailable` or `Engine` when the engine cannot do it.

@@ -29,10 +29,6 @@ use serde::Serialize;
 use std::sync::Arc;
 use tokio::sync::mpsc;
 
-/// So often an eviction looks again whom to take the lock from, when those whom it saw had released it before it got there.
-#[cfg(any(feature = "redis", feature = "postgres", feature = "mysql"))]
-const EVICTIONS: usize = 10;
-
 /// A system that keeps lines of claims.
 ///
 /// # Contract

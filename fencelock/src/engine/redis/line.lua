@@ -366,7 +366,13 @@ local function set_up(T, X, tag, now, newest)
           count = count + 1
         end
       end
-      if call('ZCARD', D) == 0 then call('DEL', K) else prolong(K, W, D) end
+      if call('ZCARD', D) > 0 then
+        prolong(K, W, D)
+      else
+        call('DEL', K)
+        -- Also one of whom nothing was left but K.
+        if count == 0 then count = 1 end
+      end
     elseif cur then
       local owner, token, session = owner_of(cur)
       if owner and tonumber(token) <= newest or not owner and newest == 0 then

@@ -42,7 +42,7 @@ pub(in crate::engine) use self::{
     target::Target,
     wire::{News, Wire, answered},
 };
-use super::{Capability, EVICTIONS, Engine, Purpose};
+use super::{Capability, Engine, Purpose};
 use crate::{
     Claim, Clock, Error, ErrorKind, Grant, Hold, Mode, Moment, Name, Owner, Release, Renewal, Result, Status, Token,
 };
@@ -463,22 +463,17 @@ impl Engine for RedisEngine {
 
     async fn evict(&self, name: &Name) -> Result<usize> {
         check_name(name)?;
-        for _ in 0..EVICTIONS {
-            // Whoever holds at this moment, and nobody else, however often it is sent.
-            let seen = status::inspect(&self.nodes, &self.key(name.clone()), 0).await?.status(name.as_str()).holders;
-            let Some(newest) = seen.iter().map(|holder| holder.token.as_u64()).max() else { break };
-            let op = self.op("v", name, Owner::random(), Duration::ZERO);
-            let op = Op { who: Who::hold(Owner::random(), newest), ..op };
-            return match self.nodes.submit(&op).await.map_err(told)? {
-                // An earlier attempt, whose answer was lost, has done it.
-                Answer { reply: Reply::Evicted(0), repeated: true, .. } => Ok(seen.len()),
-                // They had released it before.
-                Answer { reply: Reply::Evicted(0), .. } => continue,
-                Answer { reply: Reply::Evicted(count), .. } => Ok(usize::try_from(count).unwrap_or(usize::MAX)),
-                _ => Err(Error::new(ErrorKind::Engine, "the script's answer cannot be understood; please report this")),
-            };
+        // Whoever holds at this moment, and nobody else, however often it is sent.
+        let seen = status::inspect(&self.nodes, &self.key(name.clone()), 0).await?.status(name.as_str()).holders;
+        let Some(newest) = seen.iter().map(|holder| holder.token.as_u64()).max() else { return Ok(0) };
+        let op = self.op("v", name, Owner::random(), Duration::ZERO);
+        let op = Op { who: Who::hold(Owner::random(), newest), ..op };
+        match self.nodes.submit(&op).await.map_err(told)? {
+            // An earlier attempt, whose answer was lost, has done it.
+            Answer { reply: Reply::Evicted(0), repeated: true, .. } => Ok(seen.len()),
+            Answer { reply: Reply::Evicted(count), .. } => Ok(usize::try_from(count).unwrap_or(usize::MAX)),
+            _ => Err(Error::new(ErrorKind::Engine, "the script's answer cannot be understood; please report this")),
         }
-        Ok(0)
     }
 
     async fn drive(&self, lost: mpsc::UnboundedSender<Owner>) {

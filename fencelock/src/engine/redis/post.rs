@@ -276,8 +276,8 @@ impl Post {
         outcomes
     }
 
-    /// One call, with repetitions: every operation is idempotent by its owner, or by a token. An operation that the server refuses spoils its
-    /// batch; then each is tried by itself.
+    /// One call, with repetitions: every operation is idempotent by its owner, or by a token. An operation that the server refuses
+    /// spoils its batch; then each is tried by itself.
     async fn deliver<O: Borrow<Op> + Sync>(&self, ops: &[O]) -> Vec<Outcome> {
         match self.call(ops, false).await {
             Ok(answers) if self.rules.replicas == 0 => answers.into_iter().map(Ok).collect(),

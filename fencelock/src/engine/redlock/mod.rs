@@ -23,7 +23,7 @@ use self::mail::answered;
 use self::node::Node;
 use self::view::View;
 use super::redis::{Target, check_name, connection_info, tls};
-use super::{Capability, EVICTIONS, Engine, Purpose};
+use super::{Capability, Engine, Purpose};
 use crate::url::Url;
 use crate::{
     Claim, Clock, Error, ErrorKind, Grant, Hold, MAX_TTL, Mode, Name, Owner, Release, Renewal, Result, Status, Token,
@@ -261,32 +261,26 @@ impl RedlockEngine {
         Ok(View::of(&outcome.voices, self.council.nodes.len()))
     }
 
-    /// Takes the lock from whoever holds it, or may do so where nodes do not answer. Where nobody has a majority, somebody is as a rule
-    /// about to get it and is waited for; if not, these are votes that nobody came back for, and they are cleared one by one for as long
-    /// as nobody wins. `None`: those who were seen had released it before they were asked to.
-    async fn clear(&self, name: &Name) -> Result<Option<usize>> {
+    /// Takes the lock from its holder. Where nobody is seen to have a majority, somebody is as a rule about to get it and is waited for; if
+    /// not, it is a holder whose nodes do not answer, or votes that nobody came back for: they are taken one by one, until somebody wins.
+    /// Whether there was something to take.
+    async fn clear(&self, name: &Name) -> Result<bool> {
         let give_up = Clock::Boot.now().after(self.timeout);
         let mut lasting: Option<HashSet<Option<Who>>> = None;
-        let mut freed = 0;
+        let mut taken = false;
         loop {
             let view = self.view(name, 0).await?;
-            if !view.may_hold().is_empty() {
-                if freed > 0 {
-                    return Ok(Some(freed));
-                }
-                for who in view.may_hold() {
-                    freed += usize::from(self.take_from(name, *who).await?);
-                }
-                return Ok(Some(freed).filter(|freed| *freed > 0));
+            if view.is_certain() {
+                return if taken { Ok(true) } else { self.take_from(name, view.who()).await };
             }
             let late = lasting.is_some() && Clock::Boot.now() >= give_up;
             let mut still = lasting.map_or_else(|| view.voted_for().clone(), |lasting| &lasting & view.voted_for());
             if view.voted_for().is_empty() || late && still.is_empty() {
-                return Ok(Some(freed));
+                return Ok(taken);
             }
             if late && let Some(who) = still.iter().next().copied() {
                 still.remove(&who);
-                freed = freed.max(usize::from(self.take_from(name, who).await?));
+                taken |= self.take_from(name, who).await?;
             } else {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
@@ -457,12 +451,7 @@ impl Engine for RedlockEngine {
 
     async fn evict(&self, name: &Name) -> Result<usize> {
         check_name(name)?;
-        for _ in 0..EVICTIONS {
-            if let Some(count) = self.clear(name).await? {
-                return Ok(count);
-            }
-        }
-        Ok(0)
+        self.clear(name).await.map(usize::from)
     }
 
     async fn drive(&self, lost: mpsc::UnboundedSender<Owner>) {

@@ -13,8 +13,8 @@ pub(super) struct View {
     waiters: Vec<Waiter>,
     /// Everybody who has the vote of a node; `None`: a client that is not fencelock.
     voted_for: HashSet<Option<Who>>,
-    /// Those of them who may hold: one, unless nodes did not answer.
-    may_hold: HashSet<Option<Who>>,
+    /// So many nodes say who holds that those who did not answer do not matter.
+    certain: bool,
 }
 
 impl View {
@@ -40,8 +40,8 @@ impl View {
             }
         }
         let voted_for = holders.keys().map(|value| Who::read(value)).collect();
-        let may_hold = holders.iter().filter(|(_, by)| enough(by.len())).map(|(value, _)| Who::read(value)).collect();
         let holder = holders.into_iter().filter(|(_, by)| enough(by.len())).max_by_key(|(_, by)| by.len());
+        let certain = holder.as_ref().is_some_and(|(_, by)| by.len() > nodes / 2);
         let holder = holder.map(|(_, by)| {
             // The lease ends when that of the node which completes a majority does: a middle one.
             let mut by = by;
@@ -51,11 +51,11 @@ impl View {
         });
         let waiters = waiters.into_values().flat_map(BTreeMap::into_values);
         let waiters = waiters.filter(|(count, _)| enough(*count)).map(|(_, waiter)| waiter).collect();
-        Self { holder, waiters, voted_for, may_hold }
+        Self { holder, waiters, voted_for, certain }
     }
 
-    pub(super) fn may_hold(&self) -> &HashSet<Option<Who>> {
-        &self.may_hold
+    pub(super) fn is_certain(&self) -> bool {
+        self.certain
     }
 
     pub(super) fn voted_for(&self) -> &HashSet<Option<Who>> {

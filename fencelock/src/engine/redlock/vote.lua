@@ -15,7 +15,7 @@
 --   fencelock:redlock:graves  there are keys X
 -- A token is 16 digits, a time in µs: as texts they compare like the numbers. So do proposals (token ':' owner), which have 49
 -- characters, and values of K.
--- ARGV: how long T lasts in ms, longer than any lease, claim window in ms, least life of Q, W and X in ms; then groups of operations, in the
+-- ARGV: how long T lasts in ms, longer than any lease, claim window in ms, life of X and least life of Q and W in ms; then groups of operations, in the
 --   order of KEYS: code, count, ttl in ms (for i: how many waiters to show), and for each operation what K is to be (a, t, A, T, c) or
 --   the proposal
 -- Codes: a acquire or wait (again: confirm, or look)   t acquire or leave it   A, T the same, of names that all differ
@@ -153,12 +153,13 @@ local function set_up()
     local ahead = call('ZRANK', Q, owner)
     -- The line outlives its last sign of life by `linger` and a half at most, and the mark outlives the line.
     if ahead == 0 or call('PTTL', W) < tonumber(linger) then
-      call('PEXPIRE', Q, linger * 1.5)
-      call('PEXPIRE', W, linger * 1.5)
+      local long = string.format('%.0f', linger * 1.5)
+      call('PEXPIRE', Q, long)
+      call('PEXPIRE', W, long)
     end
     if not state[2] or now - state[2] > linger * 500 then
       state[2] = string.format('%.0f', now)
-      call('SET', 'fencelock:redlock:waits', state[2], 'PX', linger * 2)
+      call('SET', 'fencelock:redlock:waits', state[2], 'PX', string.format('%.0f', linger * 2))
     end
     return ahead
   end

@@ -14,7 +14,7 @@ mod post;
 use self::fault::{Fault, unreadable};
 use self::op::{Answer, Op, Push, Reply};
 use self::post::Post;
-use super::{Capability, EVICTIONS, Engine};
+use super::{Capability, Engine};
 use crate::{
     Claim, Clock, Error, ErrorKind, Grant, Hold, Holder, Mode, Name, Owner, Release, Renewal, Result, Status, Token,
     Waiter,
@@ -39,7 +39,7 @@ const AWAY: Duration = Duration::from_millis(100);
 /// What is asked about lines.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Which<'a> {
-    /// One line, with as many as ten thousand waiters.
+    /// One line: its holders, and waiters up to ten thousand claims.
     Name(&'a Name),
     /// One owner's claim.
     Owner(&'a Name, Owner),
@@ -62,7 +62,7 @@ pub(crate) struct Row {
     pub(crate) label: String,
 }
 
-/// So many claims of a name are looked at.
+/// So many claims of a name are looked at, holders first.
 pub(crate) const SEEN: usize = 10_000;
 
 /// A database with fencelock's functions in it.
@@ -361,24 +361,17 @@ impl<D: Database> Engine for SqlEngine<D> {
     }
 
     async fn evict(&self, name: &Name) -> Result<usize> {
-        let mut taken = 0;
-        for _ in 0..EVICTIONS {
-            // Whoever holds at this moment, and nobody else, however often it is sent.
-            let seen = self.inspect(name).await?.holders;
-            let Some(newest) = seen.iter().map(|holder| holder.token.as_u64()).max() else { break };
-            let op = Op { token: newest, ..Op::plain("v", name, Owner::random(), Duration::ZERO) };
-            taken += match self.post.submit(op).await? {
-                // An earlier attempt, whose answer was lost, has done it.
-                Answer { reply: Reply::Evicted(0), repeated: true, .. } => seen.len(),
-                Answer { reply: Reply::Evicted(count), .. } => usize::try_from(count).unwrap_or(usize::MAX),
-                _ => return Err(unreadable()),
-            };
-            // They had released it before; or there are more than can be seen at once.
-            if taken > 0 && seen.len() < SEEN {
-                break;
-            }
+        // Whoever holds at this moment, and nobody else, however often it is sent. If they are too many to be seen: all.
+        let seen = self.inspect(name).await?.holders;
+        let Some(newest) = seen.iter().map(|holder| holder.token.as_u64()).max() else { return Ok(0) };
+        let newest = if seen.len() < SEEN { newest } else { i64::MAX.unsigned_abs() };
+        let op = Op { token: newest, ..Op::plain("v", name, Owner::random(), Duration::ZERO) };
+        match self.post.submit(op).await? {
+            // An earlier attempt, whose answer was lost, has done it.
+            Answer { reply: Reply::Evicted(0), repeated: true, .. } => Ok(seen.len()),
+            Answer { reply: Reply::Evicted(count), .. } => Ok(usize::try_from(count).unwrap_or(usize::MAX)),
+            _ => Err(unreadable()),
         }
-        Ok(taken)
     }
 
     async fn drive(&self, lost: mpsc::UnboundedSender<Owner>) {

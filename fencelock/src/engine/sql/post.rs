@@ -93,8 +93,8 @@ impl<D: Database> Post<D> {
         outcomes
     }
 
-    /// One call, with repetitions: every operation is idempotent by its owner, or by a token. An operation that the server refuses spoils its
-    /// batch; then each is tried by itself.
+    /// One call, with repetitions: every operation is idempotent by its owner, or by a token. An operation that the server refuses
+    /// spoils its batch; then each is tried by itself.
     async fn deliver(&self, ops: &[Op]) -> Vec<Outcome> {
         match self.call(ops).await {
             Ok(answers) => answers.into_iter().map(Ok).collect(),

@@ -41,26 +41,6 @@ macro_rules! checks {
     )* };
 }
 
-/// The same when the lock is taken away: from its holder, and not from the next one as well.
-async fn a_repeated_eviction_leaves_the_successor_alone<B: SqlBase>() {
-    let World { proxy, far, near, .. } = &World::<B>::new().await;
-    // Any of the answers that it needs.
-    for (spared, mode) in (0..4).flat_map(|spared| [(spared, Mode::Exclusive), (spared, Mode::Shared)]) {
-        let told = format!("{mode}: {spared} came through");
-        let guard = hold(near, mode).await;
-        let next = queue(near, near, "next").await;
-        proxy.lose_answer_after(spared);
-        assert_eq!(far.evict(NAME).await.expect(&told), 1, "{told}");
-        let next = at_once("the next one holds", next).await.unwrap();
-        eventually("the holder is told", async || !guard.is_valid()).await;
-        drop(next.reenter().await.unwrap());
-        holds_alone(near, &next).await;
-        next.release().await.unwrap();
-        proxy.heal();
-    }
-    assert!(proxy.lost_answers() >= 4, "an eviction takes two answers at least");
-}
-
 checks! {
     postgres fencelock_testkit::postgres::PostgresDatabase, fencelock_testkit::postgres::PostgresServer;
     mysql fencelock_testkit::mysql::MysqlDatabase, fencelock_testkit::mysql::MysqlServer;
@@ -162,6 +142,26 @@ async fn a_repeated_release_leaves_the_successor_alone<B: SqlBase>() {
         next.release().await.unwrap();
         proxy.heal();
     }
+}
+
+/// The same when the lock is taken away: from its holder, and not from the next one as well.
+async fn a_repeated_eviction_leaves_the_successor_alone<B: SqlBase>() {
+    let World { proxy, far, near, .. } = &World::<B>::new().await;
+    // Any of the answers that it needs.
+    for (spared, mode) in (0..4).flat_map(|spared| [(spared, Mode::Exclusive), (spared, Mode::Shared)]) {
+        let told = format!("{mode}: {spared} came through");
+        let guard = hold(near, mode).await;
+        let next = queue(near, near, "next").await;
+        proxy.lose_answer_after(spared);
+        assert_eq!(far.evict(NAME).await.expect(&told), 1, "{told}");
+        let next = at_once("the next one holds", next).await.unwrap();
+        eventually("the holder is told", async || !guard.is_valid()).await;
+        drop(next.reenter().await.unwrap());
+        holds_alone(near, &next).await;
+        next.release().await.unwrap();
+        proxy.heal();
+    }
+    assert!(proxy.lost_answers() >= 4, "an eviction takes two answers at least");
 }
 
 /// An acquire that was held up somewhere arrives after its repetition was granted and released.

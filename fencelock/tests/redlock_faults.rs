@@ -699,6 +699,17 @@ async fn a_batch_passes_nobody_by_who_waits_for_a_free_lock() {
     }
 }
 
+/// Also one that travels alone: here the one who waits is gone, and is struck off.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_release_looks_at_the_line() {
+    let server = RedisServer::start();
+    let token = 1_700_000_000_000_000;
+    assert_eq!(vote(&server, "a", &[("k", value(token, "a"))]), "g");
+    assert_eq!(vote(&server, "a", &[("k", value(token + 1, "b"))]), "w");
+    assert_eq!(vote(&server, "r", &[("k", who(token, "a"))]), "f");
+    assert_eq!(server.ask::<u64>(&["EXISTS", "k", "fencelock:rq:k", "fencelock:rw:k"]), 0);
+}
+
 /// Also if nobody ever looks, since all are handed the lock before.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_line_lives_as_long_as_somebody_joins() {

@@ -55,6 +55,46 @@ impl Nodes {
     pub fn holding(&self, key: &str) -> usize {
         self.servers.iter().filter(|server| server.ask::<u64>(&["EXISTS", key]) == 1).count()
     }
+
+    /// Lets a majority have accepted this token.
+    ///
+    /// # Panics
+    /// When a server does not answer.
+    pub fn note_token(&self, name: &str, token: u64) {
+        let record = value(token, "A");
+        for server in &self.servers[..=self.servers.len() / 2] {
+            let since: String = server.ask::<Option<String>>(&["HGET", TOKENS, ""]).unwrap_or("0".repeat(16));
+            server.run(&["HSET", TOKENS, "", &format!("{}{record}", &since[..16]), name, &record]);
+        }
+    }
+
+    /// Lets the notes of all nodes be old.
+    ///
+    /// # Panics
+    /// When a server does not answer.
+    pub fn age(&self) {
+        for server in &self.servers {
+            if let Some(head) = server.ask::<Option<String>>(&["HGET", TOKENS, ""]) {
+                server.run(&["HSET", TOKENS, "", &format!("{}{}", "0".repeat(16), &head[16..])]);
+            }
+        }
+    }
+}
+
+/// Where a node notes what it accepted.
+pub const TOKENS: &str = "fencelock:redlock:tokens";
+
+/// What a node notes of an owner.
+pub const NOTE: &str = "\nthe-session\nlabel";
+
+/// A proposal, as nodes know it; the owner is this letter.
+pub fn who(token: u64, owner: &str) -> String {
+    format!("{token:016}:{}", owner.repeat(22))
+}
+
+/// What is under a lock's name while this proposal holds.
+pub fn value(token: u64, owner: &str) -> String {
+    format!("{}{NOTE}", who(token, owner))
 }
 
 /// The URL of Redlock over servers (or proxies) on these ports of the loopback.

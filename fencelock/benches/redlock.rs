@@ -10,9 +10,13 @@ use std::io::Read;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-const SPAN: Duration = Duration::from_secs(3);
+/// Many short rounds, so that a busy moment of the machine hits few of them.
+const SPAN: Duration = Duration::from_millis(500);
+const ROUNDS: usize = 15;
 const PROCESSES: usize = 20;
-const ROUNDS: usize = 5;
+/// Processes have to come to life first.
+const CONTENTION_SPAN: Duration = Duration::from_secs(6);
+const CONTENTION_ROUNDS: usize = 3;
 
 #[tokio::main]
 async fn main() {
@@ -33,7 +37,7 @@ async fn compare() {
         let (mut ours, mut rslock) = (Vec::new(), Vec::new());
         // In turns, so that a busy moment of the machine hits both.
         for _ in 0..ROUNDS {
-            ours.push(measure::our_rate(&nodes.url(), "bench:", tasks, SPAN / 3).await);
+            ours.push(measure::our_rate(&nodes.url(), "bench:", tasks, SPAN).await);
             rslock.push(rslock_pairs(&nodes, tasks).await);
         }
         println!(
@@ -44,14 +48,20 @@ async fn compare() {
         );
     }
     one_stopped(&nodes).await;
-    let ours = Contention::run(&nodes, "contend");
-    let rslock = Contention::run(&nodes, "contend-rslock");
-    println!("\n{PROCESSES} processes and one name");
-    for (what, seen) in [("fencelock", &ours), ("rslock", &rslock)] {
-        let (least, most) = (seen.counts.iter().min().unwrap_or(&0), seen.counts.iter().max().unwrap_or(&0));
-        println!("  {what:<10} {:>7.1} hand-overs per second   held {least} to {most} times per process", seen.rate());
+    let (mut ours, mut rslock) = (Vec::new(), Vec::new());
+    for _ in 0..CONTENTION_ROUNDS {
+        ours.push(Contention::run(&nodes, "contend"));
+        rslock.push(Contention::run(&nodes, "contend-rslock"));
     }
-    println!("  {:.1} times", ours.rate() / rslock.rate());
+    println!("\n{PROCESSES} processes and one name, medians of {CONTENTION_ROUNDS} rounds in turns");
+    let rates = |seen: &[Contention]| seen.iter().map(Contention::rate).collect::<Vec<_>>();
+    for (what, seen) in [("fencelock", &ours), ("rslock", &rslock)] {
+        let counts = || seen.iter().flat_map(|seen| &seen.counts);
+        let (least, most) = (counts().min().unwrap_or(&0), counts().max().unwrap_or(&0));
+        let rate = median(&rates(seen));
+        println!("  {what:<10} {rate:>7.1} hand-overs per second   held {least} to {most} times per process and round");
+    }
+    println!("  {:.1} times", times(&rates(&ours), &rates(&rslock)));
 }
 
 /// The same with a node that does not answer any more.
@@ -60,9 +70,9 @@ async fn one_stopped(nodes: &Nodes) {
     let (mut all, mut four) = (Vec::new(), Vec::new());
     // In turns, so that a busy moment of the machine hits both.
     for _ in 0..ROUNDS {
-        all.push(measure::pairs(&client, "stop:", 1, SPAN / 3).await.expect("the lock works").acquire);
+        all.push(measure::pairs(&client, "stop:", 1, SPAN).await.expect("the lock works").acquire);
         nodes.servers[4].freeze();
-        four.push(measure::pairs(&client, "stop:", 1, SPAN / 3).await.expect("the lock works").acquire);
+        four.push(measure::pairs(&client, "stop:", 1, SPAN).await.expect("the lock works").acquire);
         nodes.servers[4].thaw();
     }
     println!("\none of the five nodes stopped, one task, acquire, medians of {ROUNDS} rounds");
@@ -78,7 +88,7 @@ async fn one_stopped(nodes: &Nodes) {
 
 async fn rslock_pairs(nodes: &Nodes, tasks: usize) -> f64 {
     let manager = rslock::LockManager::new(nodes.urls());
-    measure::rate(tasks, SPAN / 3, move |task| {
+    measure::rate(tasks, SPAN, move |task| {
         let manager = manager.clone();
         async move {
             let name = format!("rslock:{task}");
@@ -121,7 +131,7 @@ impl Contention {
     }
 
     fn rate(&self) -> f64 {
-        f64::from(self.hand_overs) / (SPAN * 2).as_secs_f64()
+        f64::from(self.hand_overs) / CONTENTION_SPAN.as_secs_f64()
     }
 }
 
@@ -138,8 +148,8 @@ async fn contend(url: &str) {
     // The first one is for everybody to be there.
     mutex.acquire().await.expect("the lock works").release().await.expect("released");
     let (start, mut grants) = (Instant::now(), Vec::new());
-    while start.elapsed() < SPAN * 2 {
-        let left = (SPAN * 2).saturating_sub(start.elapsed());
+    while start.elapsed() < CONTENTION_SPAN {
+        let left = CONTENTION_SPAN.saturating_sub(start.elapsed());
         match mutex.acquire_timeout(left).await {
             Ok(guard) => {
                 grants.push(Clock::Boot.now().as_nanos());
@@ -156,7 +166,7 @@ async fn contend(url: &str) {
 async fn contend_rslock(urls: &str) {
     let manager = rslock::LockManager::new(urls.split(',').map(str::to_owned).collect::<Vec<_>>());
     let (start, mut grants) = (Instant::now(), Vec::new());
-    while start.elapsed() < SPAN * 2 {
+    while start.elapsed() < CONTENTION_SPAN {
         // It gives up after three attempts; then it is asked again.
         if let Ok(lock) = manager.lock(b"contended-rslock", Duration::from_secs(10)).await {
             grants.push(Clock::Boot.now().as_nanos());

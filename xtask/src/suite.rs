@@ -14,13 +14,14 @@ const THREADS: &str = "3";
 
 /// What needs the machine for itself: thousands of waiters, or servers that are killed while many processes work. They come last,
 /// one at a time.
-const ALONE: [&str; 11] = [
+const ALONE: [&str; 12] = [
     "conformance_mysql",
     "conformance_postgres",
     "etcd_faults",
     "etcd_torture",
     "redis_ha_torture",
     "redlock_faults",
+    "redlock_nodes",
     "redlock_torture",
     "sql_faults",
     "sql_torture",

@@ -67,9 +67,9 @@ impl Code {
         matches!(self, Code::Acquire | Code::Try)
     }
 
-    /// Whether a node writes down what is noted of the owner.
+    /// Whether what is noted of the owner goes along: a node writes it down, or compares all of it at once.
     fn has_note(self) -> bool {
-        self.claims() || self == Code::Restore
+        self.claims() || matches!(self, Code::Restore | Code::Release)
     }
 
     /// Decided when every node has answered; otherwise as soon as a majority has, or cannot any more.
@@ -98,8 +98,24 @@ impl Who {
     pub(super) fn read(text: &str) -> Option<Self> {
         let proposal = text.split_once('\n').map_or(text, |(proposal, _)| proposal);
         let (token, owner) = proposal.split_once(':')?;
-        Some(Self { token: token.parse().ok()?, owner: owner.parse().ok()? }).filter(|_| token.len() == 16)
+        Some(Self { token: token.parse().ok()?, owner: read_owner(owner)? }).filter(|_| token.len() == 16)
     }
+}
+
+/// Six bits each.
+const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
+
+/// An owner as nodes know it, in 22 letters: a script costs a node time for every letter that it sees.
+pub(super) fn spell(owner: Owner) -> impl Iterator<Item = char> {
+    let bits = u128::from_le_bytes(owner.to_bytes());
+    (0..22).map(move |at| char::from(LETTERS[(bits >> (6 * at)) as usize & 63]))
+}
+
+pub(super) fn read_owner(text: &str) -> Option<Owner> {
+    let value = |letter: u8| LETTERS.iter().position(|known| *known == letter);
+    let bits = text.bytes().rev().try_fold(0_u128, |bits, letter| Some(bits << 6 | value(letter)? as u128))?;
+    let owner = Owner::from_bytes(bits.to_le_bytes());
+    spell(owner).eq(text.chars()).then_some(owner)
 }
 
 /// One operation, and whom to tell.
@@ -295,13 +311,10 @@ impl Batch {
         let groups = self.ops.chunk_by(alike).count();
         let mut packed = Vec::with_capacity(self.ops.len() * 160 + 256);
         let mut packer = Packer(&mut packed);
-        packer.head('*', 3 + self.ops.len() + 3 + 3 * groups + self.ops.len());
+        packer.head('*', 3 + 3 + 3 * groups + 2 * self.ops.len());
         packer.text(if by_hash { "EVALSHA" } else { "EVAL" });
         packer.text(if by_hash { VOTE.get_hash() } else { SOURCE });
-        packer.number(self.ops.len() as u64);
-        for op in &self.ops {
-            packer.text(op.name.as_str());
-        }
+        packer.number(0);
         packer.number(millis(self.longest + REMEMBER));
         packer.number(millis(WINDOW));
         packer.number(millis(LINGER));
@@ -314,10 +327,21 @@ impl Batch {
                 Code::Inspect => packer.text(&*first.note),
                 _ => packer.number(millis(first.ttl)),
             }
+            // Claims as the node writes them, each with its name; for all others, the names come first.
+            let together = first.code.claims();
+            if !together {
+                for op in group {
+                    packer.text(op.name.as_str());
+                }
+            }
             for op in group {
+                if together {
+                    packer.text(op.name.as_str());
+                }
                 what.clear();
                 // Writing to a text cannot fail.
-                let _ = write!(what, "{:016}:{}", op.who.token, op.who.owner);
+                let _ = write!(what, "{:016}:", op.who.token);
+                what.extend(spell(op.who.owner));
                 if op.code.has_note() {
                     what.push_str(&op.note);
                 }
@@ -466,5 +490,35 @@ pub(super) fn text(value: &Value) -> Option<String> {
         Value::BulkString(bytes) => Some(String::from_utf8_lossy(bytes).into_owned()),
         Value::SimpleString(text) => Some(text.clone()),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_owner_is_spelled_and_read() {
+        for bits in [0, 1, u128::MAX, u128::MAX - 1, 1 << 127, 0x0123_4567_89ab_cdef_0123_4567_89ab_cdef] {
+            let owner = Owner::from_bytes(bits.to_le_bytes());
+            let text: String = spell(owner).collect();
+            assert_eq!(text.len(), 22);
+            assert_eq!(read_owner(&text), Some(owner));
+        }
+        let most = "_".repeat(21);
+        for wrong in ["", "A", "+AAAAAAAAAAAAAAAAAAAAA", &format!("{most}E"), &format!("{most}DA"), &most] {
+            assert_eq!(read_owner(wrong), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn what_others_write_is_no_proposal() {
+        let owner: String = spell(Owner::random()).collect();
+        let known = format!("1800000000000000:{owner}\nsession\nlabel");
+        assert_eq!(Who::read(&known).map(|who| who.token), Some(1_800_000_000_000_000));
+        for wrong in ["somebody", "", "1800000000000000", &format!("18:{owner}"), &format!("x800000000000000:{owner}")]
+        {
+            assert_eq!(Who::read(wrong), None, "{wrong}");
+        }
     }
 }

@@ -17,7 +17,7 @@ mod mail;
 mod node;
 mod view;
 
-use self::ballot::{Answer, Code, Op, Outcome, Voice, Who};
+use self::ballot::{Answer, Code, Op, Outcome, Voice, Who, spell};
 use self::council::{Council, Quarantine, driver};
 use self::mail::answered;
 use self::node::Node;
@@ -67,7 +67,8 @@ pub(crate) async fn open(url: &Url, text: &str) -> Result<RedlockEngine> {
     let certificates = tls(&mut url)?;
     url.scheme = known_as;
     url.finish(&OPTIONS)?;
-    let session = Owner::random().to_string();
+    // Half of it: it names an inbox, and need only differ from those of other clients.
+    let session: String = spell(Owner::random()).take(11).collect();
     let (mut nodes, mut inboxes, mut addresses) = (Vec::new(), Vec::new(), Vec::new());
     for (index, part) in parts(text)?.into_iter().enumerate() {
         let text = format!("{}://{part}", if secure { "rediss" } else { "redis" });
@@ -227,6 +228,11 @@ impl RedlockEngine {
             *last = format!("{}{label}", self.nameless).into();
         }
         Arc::clone(&last)
+    }
+
+    /// As a rule that of any hold.
+    fn last_note(&self) -> Arc<str> {
+        Arc::clone(&self.last_note.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn op(&self, code: Code, name: &Name, who: Who, ttl: Duration) -> Op {
@@ -410,7 +416,8 @@ impl Engine for RedlockEngine {
         let give_up = Clock::Boot.now().after(self.patience);
         let mut freeing = None;
         loop {
-            let outcome = answered(self.council.submit(self.hold_op(Code::Release, hold))).await?;
+            let op = Op { note: self.last_note(), ..self.hold_op(Code::Release, hold) };
+            let outcome = answered(self.council.submit(op)).await?;
             if outcome.won {
                 return Ok(Release::Freed);
             }

@@ -1,6 +1,6 @@
 //! One node: its connection, what it pushes, whether it may vote, and what is still owed to it.
 
-use super::ballot::{Answer, Batch, Op, Who, number, read, text};
+use super::ballot::{Answer, Batch, Op, Who, number, read, read_owner, text};
 use super::council::Council;
 use crate::engine::redis::{News, Target, Wire, answered, confirmed, explain, pattern_of};
 use crate::{Clock, Error, Moment, Owner};
@@ -579,7 +579,7 @@ fn read_word(word: &str) -> Option<Push> {
         "h" => rest.splitn(3, '\n').collect(),
         _ => vec![rest],
     };
-    let owner: Owner = parts.first()?.parse().ok()?;
+    let owner = read_owner(parts.first()?)?;
     let at = |index: usize| parts.get(index)?.parse::<u64>().ok();
     match kind {
         "g" => Some(Push::Granted {

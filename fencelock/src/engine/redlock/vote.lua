@@ -1,6 +1,6 @@
 -- One node's part in a batch of operations: it votes on its own, atomically, and knows nothing of the other nodes.
 --
--- KEYS: for each operation the lock's name, which is the key that decides who holds on this node:
+-- Keys: for each operation the lock's name, which is the key that decides who holds on this node:
 --   K  token ':' owner \n session \n label, a value that nobody else has, as in the common recipe: its clients and fencelock exclude
 --      each other
 -- Beside it, under names made from K:
@@ -13,12 +13,13 @@
 --   fencelock:redlock:before  what T was before
 --   fencelock:redlock:out     it does not vote, and why        fencelock:redlock:waits   somebody waits here; since when it says so, in µs
 --   fencelock:redlock:graves  there are keys X
--- A token is 16 digits, a time in µs: as texts they compare like the numbers. So do proposals (token ':' owner), which have 49
+-- A token is 16 digits, a time in µs: as texts they compare like the numbers. So do proposals (token ':' owner), which have 39
 -- characters, and values of K.
--- ARGV: how long T lasts in ms, longer than any lease, claim window in ms, life of X and least life of Q and W in ms; then groups of operations, in the
---   order of KEYS: code, count, ttl in ms (for i: how many waiters to show), and for each operation what K is to be (a, t, A, T, c) or
---   the proposal
--- Codes: a acquire or wait (again: confirm, or look)   t acquire or leave it   A, T the same, of names that all differ
+-- ARGV: how long T lasts in ms, longer than any lease, claim window in ms, life of X and least life of Q and W in ms; then groups of
+--   operations: code, count, ttl in ms (for i: how many waiters to show), and then for claims (a, t, A, T) each K and what it is to be, and
+--   for all others each K, and then for each what K is to be (c), what it should be (r), or the proposal. That is how the commands want them, and so a group of
+--   the common kind is passed on as it is. KEYS is not used: the nodes are not a cluster.
+-- Codes: a acquire or wait (again: confirm, or look)   t acquire or leave it   A, T the same, of names that all differ; tokens ascend
 --   n renew   c renew, or bring back   r release   x give up: also what is on its way   u take a proposal back   i inspect
 --   v evict this proposal   o evict a client of another kind, whoever it is
 -- Reply: server time in µs, or 0 if neither that nor whether this node votes matters; a text with one letter per operation (behind \n why
@@ -29,13 +30,14 @@
 -- Invariants: a proposal is accepted only above all that were accepted before, or again by the same owner. Nobody is granted the lock
 -- past a living waiter whose proposal can be accepted. A waiter that is handed the lock holds for the claim window.
 
-local call, KEYS, ARGV = redis.call, KEYS, ARGV
+local call, ARGV, unpack = redis.call, ARGV, unpack
+local sub, find, byte = string.sub, string.find, string.byte
 
 -- A release that travels alone, and nobody waits: in the fewest steps.
-if #KEYS == 1 and ARGV[4] == 'r' then
-  local seen = call('MGET', KEYS[1], 'fencelock:redlock:waits')
-  if seen[1] and not seen[2] and string.find(seen[1], ARGV[7], 1, true) == 1 then
-    call('DEL', KEYS[1])
+if ARGV[4] == 'r' and #ARGV == 8 then
+  local seen = call('MGET', ARGV[7], 'fencelock:redlock:waits')
+  if seen[1] == ARGV[8] and not seen[2] then
+    call('DEL', ARGV[7])
     return {0, 'f'}
   end
 end
@@ -44,20 +46,19 @@ local time = call('TIME')
 local now = time[1] * 1000000 + time[2]
 local state = call('MGET', 'fencelock:redlock:out', 'fencelock:redlock:waits', 'fencelock:redlock:graves')
 local crowded = state[2] or state[3]
-local sub = string.sub
 local T, BEFORE = 'fencelock:redlock:tokens', 'fencelock:redlock:before'
-local answers, extras = {}, {time[1] .. sub('00000' .. time[2], -6), ''}
+local clock = sub('000000000' .. time[1], -10) .. sub('00000' .. time[2], -6)
+local answers, extras = {}, {clock, ''}
 local since, top
 
--- Makes sure that what is noted from now on is remembered for long enough, and returns when T was begun and the highest that was
--- noted. A T that is old is put behind a new one, and those behind it are forgotten. While a proposal is ahead of the clock, nothing
--- is: it might be needed for as long.
-local function open(now)
-  local call, ms = redis.call, tonumber(ARGV[1])
-  local seen = call('HGET', T, '')
-  local since, top = string.sub(seen or '', 1, 16), string.sub(seen or '', 17)
-  if seen and now - since < ms * 1000 then return since, top end
-  local ahead = ((tonumber(string.sub(top, 1, 16)) or 0) - now) / 1000
+-- Makes sure that what is noted from now on is remembered for long enough, and keeps in mind when T was begun and the highest that was
+-- noted. `seen` is what is under ''. A T that is old is put behind a new one, and those behind it are forgotten. While a proposal is
+-- ahead of the clock, nothing is: it might be needed for as long.
+local function open(seen)
+  local ms = tonumber(ARGV[1])
+  since, top = sub(seen or '', 1, 16), sub(seen or '', 17)
+  if seen and now - since < ms * 1000 then return end
+  local ahead = ((tonumber(sub(top, 1, 16)) or 0) - now) / 1000
   if ahead <= 60000 then
     if seen then
       call('UNLINK', BEFORE)
@@ -65,41 +66,41 @@ local function open(now)
     end
     ahead = 0
   end
-  since = string.format('%016.0f', now)
+  since = clock
   call('HSET', T, '', since .. top)
   call('PEXPIRE', T, string.format('%.0f', 2 * ms + ahead))
   call('PEXPIRE', BEFORE, string.format('%.0f', ms + ahead))
-  return since, top
 end
 
+-- All that is not the common case. A function is made anew for each call of the script: these are many, and made when one is needed.
 local function set_up()
-  local match = string.match
-  local window, linger = tonumber(ARGV[2]), ARGV[3]
+  local window, linger = ARGV[2], ARGV[3]
 
-  local function owner_of(who) return sub(who, 18) end
-
-  -- The proposal in a value of K; any other value as it is.
-  local function proposal(value) return match(value, '^(%d+:%x+)\n%x+\n') or value end
-
-  local function say(extra)
-    extras[#extras + 1] = extra
-  end
-
-  -- Who holds, and all that K says.
+  -- Who holds, and all that K says. If fencelock wrote it, the proposal holds; its owner is behind the 17th character, and the session is
+  -- 41 to 51 of K.
   local function get(K)
     local value = redis.pcall('GET', K)
     if type(value) == 'table' and value.err then return nil, nil, value.err end
-    return value and proposal(value), value
+    local ours = value and byte(value, 40) == 10 and byte(value, 52) == 10 and byte(value, 17) == 58
+    return ours and sub(value, 1, 39) or value, value
   end
 
   -- Whether T lets this proposal through; if not, what is in its way.
   local function too_low(K, who)
-    local old = call('HGET', T, K) or call('HGET', BEFORE, K)
-    if old and old > sub(who, 1, 16) and sub(old, 1, 49) ~= who then return sub(old, 1, 16) end
+    local old
+    if top then
+      old = call('HGET', T, K)
+    else
+      local seen = call('HMGET', T, '', K)
+      open(seen[1])
+      old = seen[2]
+    end
+    old = old or call('HGET', BEFORE, K)
+    if old and old > sub(who, 1, 16) and sub(old, 1, 39) ~= who then return sub(old, 1, 16) end
   end
 
   local function note_token(K, value)
-    if not top then since, top = open(now) end
+    if not top then open(call('HGET', T, '')) end
     if value > top then top = value end
     call('HSET', T, '', since .. top, K, value)
   end
@@ -114,7 +115,11 @@ local function set_up()
     return call('ZREM', 'fencelock:rq:' .. K, owner) == 1
   end
 
-  local function send(session, word) return call('PUBLISH', 'fencelock:inbox:' .. session, word) end
+  -- A waiter's record: ttl, since when, and what K is to be.
+  local function read(record)
+    local at = record and find(record, '\n', 1, true)
+    if at then return sub(record, 1, at - 1), sub(record, at + 1, at + 16), sub(record, at + 18) end
+  end
 
   -- Hands a free lock to the first waiter whose client is there and whose proposal can be accepted. One whose proposal is too low is
   -- told to make another one. `skip`: an owner, or a proposal, that is passed over.
@@ -123,18 +128,18 @@ local function set_up()
     for _ = 1, 64 do
       local owner = call('ZRANGE', 'fencelock:rq:' .. K, index, index)[1]
       if not owner then return end
-      local ttl, value = match(call('HGET', 'fencelock:rw:' .. K, owner) or '', '^(%d+)\n%d+\n(.*)$')
-      local who, session = match(value or '', '^(%d+:%x+)\n(%x+)\n')
+      local ttl, _, value = read(call('HGET', 'fencelock:rw:' .. K, owner))
+      local who, inbox = value and sub(value, 1, 39), value and 'fencelock:inbox:' .. sub(value, 41, 51)
       local here = 0
       if skip and (owner == skip or who == skip) then
         here = 1
-      elseif not who then
+      elseif not who or not tonumber(ttl) then
         here = 0
       elseif too_low(K, who) then
-        here = send(session, 'h\n' .. owner .. '\n0\n' .. K)
+        here = call('PUBLISH', inbox, 'h\n' .. owner .. '\n0\n' .. K)
       else
-        local lease = math.min(window, tonumber(ttl))
-        here = send(session, 'g\n' .. owner .. '\n' .. sub(who, 1, 16) .. '\n' .. string.format('%.0f', now) .. '\n' .. lease .. '\n' .. K)
+        local lease = tonumber(ttl) < tonumber(window) and ttl or window
+        here = call('PUBLISH', inbox, 'g\n' .. owner .. '\n' .. sub(who, 1, 16) .. '\n' .. clock .. '\n' .. lease .. '\n' .. K)
         if here > 0 then
           forget(K, owner)
           accept(K, value, lease)
@@ -146,10 +151,10 @@ local function set_up()
   end
 
   local function register(K, who, value, ttl)
-    local owner, Q, W = owner_of(who), 'fencelock:rq:' .. K, 'fencelock:rw:' .. K
-    local since = match(call('HGET', W, owner) or '', '^%d+\n(%d+)')
+    local owner, Q, W = sub(who, 18), 'fencelock:rq:' .. K, 'fencelock:rw:' .. K
+    local _, since = read(call('HGET', W, owner))
     call('ZADD', Q, sub(who, 1, 16), owner)
-    call('HSET', W, owner, ttl .. '\n' .. (since or string.format('%.0f', now)) .. '\n' .. value)
+    call('HSET', W, owner, ttl .. '\n' .. (since or clock) .. '\n' .. value)
     local ahead = call('ZRANK', Q, owner)
     -- The line outlives its last sign of life by `linger` and a half at most, and the mark outlives the line.
     if ahead == 0 or call('PTTL', W) < tonumber(linger) then
@@ -158,21 +163,23 @@ local function set_up()
       call('PEXPIRE', W, long)
     end
     if not state[2] or now - state[2] > linger * 500 then
-      state[2] = string.format('%.0f', now)
-      call('SET', 'fencelock:redlock:waits', state[2], 'PX', string.format('%.0f', linger * 2))
+      state[2] = clock
+      call('SET', 'fencelock:redlock:waits', clock, 'PX', string.format('%.0f', linger * 2))
     end
     return ahead
   end
 
   local function acquire(code, K, value, ttl)
-    local who = proposal(value)
-    local owner = owner_of(who)
+    local who, owner = sub(value, 1, 39), sub(value, 18, 39)
     if state[3] then
       local grave = call('GET', 'fencelock:rx:' .. owner .. ':' .. K)
       if grave and grave >= sub(who, 1, 16) then return 'x' end
     end
     local cur, _, err = get(K)
-    if err then say(err) return 'e' end
+    if err then
+      extras[#extras + 1] = err
+      return 'e'
+    end
     if cur == who then
       call('PEXPIRE', K, ttl)
       forget(K, owner)
@@ -186,22 +193,31 @@ local function set_up()
       end
       if not cur then
         local low = too_low(K, who)
-        if low then say(low) return 'l' end
+        if low then
+          extras[#extras + 1] = low
+          return 'l'
+        end
         accept(K, value, ttl)
         if first then forget(K, owner) end
         return 'g'
       end
     end
     local left = call('PTTL', K)
-    if code == 't' then say({cur, left}) return 'b' end
-    say({cur, left, register(K, who, value, ttl)})
+    if code == 't' then
+      extras[#extras + 1] = {cur, left}
+      return 'b'
+    end
+    extras[#extras + 1] = {cur, left, register(K, who, value, ttl)}
     return 'w'
   end
 
   local function renew(code, K, value, ttl)
     local cur, known, err = get(K)
-    if err then say(err) return 'e' end
-    if cur == proposal(value) then
+    if err then
+      extras[#extras + 1] = err
+      return 'e'
+    end
+    if cur == sub(value, 1, 39) then
       if call('PTTL', K) < tonumber(ttl) then call('PEXPIRE', K, ttl) end
       value = known
     elseif cur then
@@ -219,11 +235,15 @@ local function set_up()
     return 'y'
   end
 
-  local function release(code, K, who)
+  local function release(code, K, what)
+    local who = sub(what, 1, 39)
     local cur, _, err = get(K)
-    if err then say(err) return 'e' end
-    local owner = owner_of(who)
-    local mine = cur == who or code == 'x' and cur and #cur == #who and owner_of(cur) == owner and cur <= who
+    if err then
+      extras[#extras + 1] = err
+      return 'e'
+    end
+    local owner = sub(who, 18)
+    local mine = cur == who or code == 'x' and cur and #cur == #who and sub(cur, 18) == owner and cur <= who
     if mine then
       if code == 'x' then forget(K, owner) end
       call('DEL', K)
@@ -231,8 +251,8 @@ local function set_up()
       return 'f'
     end
     if code == 'u' then
-      local record = call('HGET', 'fencelock:rw:' .. K, owner)
-      if record and match(record, '^%d+\n%d+\n(%d+:%x+)') == who then forget(K, owner) end
+      local _, _, value = read(call('HGET', 'fencelock:rw:' .. K, owner))
+      if value and sub(value, 1, 39) == who then forget(K, owner) end
       return '0'
     end
     local score = call('ZSCORE', 'fencelock:rq:' .. K, owner)
@@ -252,10 +272,13 @@ local function set_up()
   -- Whoever asks for it has seen who holds. Somebody else may hold by now, who was handed the lock when its holder was told.
   local function evict(code, K, who)
     local cur, value, err = get(K)
-    if err then say(err) return 'e' end
-    local session = value and match(value, '^%d+:%x+\n(%x+)\n')
-    if not cur or code == 'v' and cur ~= who or code == 'o' and session then return '0' end
-    if session then send(session, 'l\n' .. owner_of(cur)) end
+    if err then
+      extras[#extras + 1] = err
+      return 'e'
+    end
+    local ours = cur ~= value
+    if not cur or code == 'v' and cur ~= who or code == 'o' and ours then return '0' end
+    if ours then call('PUBLISH', 'fencelock:inbox:' .. sub(value, 41, 51), 'l\n' .. sub(cur, 18)) end
     call('DEL', K)
     settle(K)
     return 'f'
@@ -263,19 +286,23 @@ local function set_up()
 
   local function inspect(K, count)
     local _, value, err = get(K)
-    if err then say(err) return 'e' end
+    if err then
+      extras[#extras + 1] = err
+      return 'e'
+    end
     -- A waiter whose client does not listen is dead, or on its way back to its place.
     local waiters, listens, seen = {}, {}, {}
     if tonumber(count) > 0 then seen = call('ZRANGE', 'fencelock:rq:' .. K, 0, tonumber(count) - 1) end
     for _, owner in ipairs(seen) do
       local record = call('HGET', 'fencelock:rw:' .. K, owner)
-      local session = record and match(record, '^%d+\n%d+\n%d+:%x+\n(%x+)\n')
+      local _, _, value = read(record)
+      local session = value and sub(value, 41, 51)
       if session then
         listens[session] = listens[session] or call('PUBSUB', 'NUMSUB', 'fencelock:inbox:' .. session)[2]
         if listens[session] > 0 then waiters[#waiters + 1] = record end
       end
     end
-    say({value or '', call('PTTL', K), waiters})
+    extras[#extras + 1] = {value or '', call('PTTL', K), waiters}
     return 'i'
   end
 
@@ -289,102 +316,106 @@ local function set_up()
 end
 
 local slow
-local done, at = 0, 4
-while done < #KEYS do
-  local code, count, ttl = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2]
-  local distinct = code == 'A' or code == 'T'
-  if distinct then code = string.lower(code) end
-  at = at + 2
-  -- One that travels alone where somebody waits is as a rule one of those.
-  local rival = crowded and count == 1
-  if (code == 'a' or code == 't') and not rival then
-    -- The common case: nobody holds, nobody waits, and the proposal is the highest so far, or the highest for this name.
-    if not top then since, top = open(now) end
-    -- If that is so for all of a group, they are granted together.
-    local granted
-    local highest_token = sub(top, 1, 16)
-    if distinct and not crowded and sub(ARGV[at + 1], 1, 16) > highest_token then
-      local items, highest = {}, ''
-      for index = 1, count do
-        local value = ARGV[at + index]
-        if value <= highest then
-          highest = nil
-          break
-        end
-        highest = value
-        items[2 * index - 1], items[2 * index] = KEYS[done + index], value
-      end
-      if highest and call('MSETNX', unpack(items)) == 1 then
-        for index = done + 1, done + count do
-          call('PEXPIRE', KEYS[index], ttl)
-          answers[index] = 'g'
-        end
-        top = highest
-        call('HSET', T, '', since .. top, unpack(items))
-        granted = true
-      end
+local function one(code, K, what, ttl)
+  slow = slow or set_up()
+  local answer = slow(code, K, what, ttl)
+  -- Whoever waits now, or has given up, must be seen by the rest of the batch.
+  if answer == 'w' then crowded = true end
+  if answer == '0' and code == 'x' then state[3], crowded = '1', true end
+  answers[#answers + 1] = answer
+end
+
+-- The common case of a claim: nobody holds, nobody waits, and the proposal is the highest so far, or the highest for this name.
+local function claim(code, first, last, ttl)
+  if not top then open(call('HGET', T, '')) end
+  local highest_token = sub(top, 1, 16)
+  -- If that is so for all of a group, they are granted together.
+  if (code == 'A' or code == 'T') and not crowded and sub(ARGV[first + 1], 1, 16) > highest_token
+    and call('MSETNX', unpack(ARGV, first, last)) == 1 then
+    local over = string.format('%.0f', sub(clock, 1, 13) + ttl)
+    for index = first, last, 2 do call('PEXPIREAT', ARGV[index], over) end
+    top = ARGV[last]
+    call('HSET', T, '', since .. top, unpack(ARGV, first, last))
+    answers[#answers + 1] = string.rep('g', (last - first + 1) / 2)
+    return
+  end
+  code = string.lower(code)
+  -- What is accepted and not in T yet. It ascends.
+  local fields, newest = {'', ''}, ''
+  local function note()
+    if newest == '' then return end
+    if newest > top then top = newest end
+    fields[2] = since .. top
+    call('HSET', T, unpack(fields))
+    fields, newest = {'', ''}, ''
+  end
+  for index = first, last, 2 do
+    local K, value = ARGV[index], ARGV[index + 1]
+    local free = value > newest
+    if crowded and call('EXISTS', 'fencelock:rq:' .. K, 'fencelock:rx:' .. sub(value, 18, 39) .. ':' .. K) > 0 then free = false end
+    if free and sub(value, 1, 16) <= highest_token then
+      local old = call('HGET', T, K) or call('HGET', BEFORE, K)
+      free = not old or old < sub(value, 1, 16) or sub(old, 1, 39) == sub(value, 1, 39)
     end
-    -- What is accepted and not in T yet. It ascends.
-    local fields, last = {'', ''}, ''
-    for index = 1, granted and 0 or count do
-      local K, value = KEYS[done + index], ARGV[at + index]
-      local free = value > last
-      if crowded and call('EXISTS', 'fencelock:rq:' .. K, 'fencelock:rx:' .. sub(value, 18, 49) .. ':' .. K) > 0 then free = false end
-      if free and sub(value, 1, 16) <= highest_token then
-        local old = call('HGET', T, K) or call('HGET', BEFORE, K)
-        free = not old or old < sub(value, 1, 16) or sub(old, 1, 49) == sub(value, 1, 49)
-      end
-      if free and call('SET', K, value, 'NX', 'PX', ttl) then
-        last = value
-        fields[#fields + 1] = K
-        fields[#fields + 1] = value
-        answers[done + index] = 'g'
-      else
-        if last ~= '' then
-          if last > top then top = last end
-          fields[2] = since .. top
-          call('HSET', T, unpack(fields))
-          fields, last = {'', ''}, ''
-        end
-        slow = slow or set_up()
-        local answer = slow(code, K, value, ttl)
-        answers[done + index] = answer
-        -- Whoever waits now must be seen by the rest of the batch.
-        if answer == 'w' then crowded = true end
-      end
-    end
-    if last ~= '' then
-      if last > top then top = last end
-      fields[2] = since .. top
-      call('HSET', T, unpack(fields))
-    end
-  else
-    if code == 'r' and not rival then
-      -- Those who hold and whom nobody waits for: in two steps, however many they are.
-      local values, free, freed, find = call('MGET', unpack(KEYS, done + 1, done + count)), {}, 0, string.find
-      for index = 1, count do
-        local value, K = values[index], KEYS[done + index]
-        if value and find(value, ARGV[at + index], 1, true) == 1
-          and not (state[2] and call('EXISTS', 'fencelock:rq:' .. K) == 1) then
-          freed = freed + 1
-          free[freed] = K
-          answers[done + index] = 'f'
-        end
-      end
-      if freed > 0 then call('DEL', unpack(free)) end
-    end
-    for index = 1, count do
-      if not answers[done + index] then
-        slow = slow or set_up()
-        local answer = slow(code, KEYS[done + index], ARGV[at + index], ttl)
-        if answer == 'w' then crowded = true end
-        if answer == '0' and code == 'x' then state[3], crowded = '1', true end
-        answers[done + index] = answer
-      end
+    if free and call('SET', K, value, 'NX', 'PX', ttl) then
+      newest = value
+      fields[#fields + 1] = K
+      fields[#fields + 1] = value
+      answers[#answers + 1] = 'g'
+    else
+      note()
+      one(code, K, value, ttl)
     end
   end
-  done = done + count
-  at = at + count + 1
+  note()
+end
+
+-- Releases: those who hold and whom nobody waits for in two steps, however many they are.
+local function release(first, count, ttl)
+  local values, others = call('MGET', unpack(ARGV, first, first + count - 1)), 0
+  for index = 1, count do
+    -- What is behind the proposal may differ: an owner may have come in again with another label.
+    local value, what = values[index], ARGV[first + count - 1 + index]
+    if value ~= what and not (value and sub(value, 1, 39) == sub(what, 1, 39))
+      or state[2] and call('EXISTS', 'fencelock:rq:' .. ARGV[first + index - 1]) == 1 then
+      values[index], others = false, others + 1
+    end
+  end
+  if others == 0 then
+    call('DEL', unpack(ARGV, first, first + count - 1))
+    answers[#answers + 1] = string.rep('f', count)
+    return
+  end
+  local free = {}
+  for index = 1, count do
+    if values[index] then free[#free + 1] = ARGV[first + index - 1] end
+  end
+  if #free > 0 then call('DEL', unpack(free)) end
+  for index = 1, count do
+    if values[index] then
+      answers[#answers + 1] = 'f'
+    else
+      one('r', ARGV[first + index - 1], ARGV[first + count - 1 + index], ttl)
+    end
+  end
+end
+
+local at, last = 4, #ARGV
+while at < last do
+  local code, count, ttl = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2]
+  at = at + 3
+  -- One that travels alone where somebody waits is as a rule one of those.
+  local rival = crowded and count == 1
+  local claims = find('aAtT', code, 1, true)
+  if claims and not rival then
+    claim(code, at, at + 2 * count - 1, ttl)
+  elseif code == 'r' and not rival then
+    release(at, count, ttl)
+  else
+    if claims then code = string.lower(code) end
+    for index = 0, count - 1 do one(code, ARGV[at + index], ARGV[at + count + index], ttl) end
+  end
+  at = at + 2 * count
 end
 
 extras[2] = table.concat(answers)

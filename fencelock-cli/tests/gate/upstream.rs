@@ -20,6 +20,8 @@ const KEPT: &[u8] = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nkept";
 /// A gate before an upstream that follows a script.
 struct Scene {
     gate: Gate,
+    /// The upstream's port.
+    port: u16,
     /// How many connections the upstream was asked for.
     connections: Arc<AtomicUsize>,
     /// The starts of the requests that it read, in their order.
@@ -37,7 +39,8 @@ impl Scene {
     /// The script is told the number of its connection, from 0.
     fn new(arguments: &[&str], script: impl Fn(usize, Caller<TcpStream>) + Send + Sync + 'static) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let url = format!("http://{}", listener.local_addr().unwrap());
+        let port = listener.local_addr().unwrap().port();
+        let url = format!("http://127.0.0.1:{port}");
         let (connections, seen) = (Arc::<AtomicUsize>::default(), Arc::<Mutex<Vec<String>>>::default());
         let (counter, script) = (Arc::clone(&connections), Arc::new(script));
         let caller_sees = Arc::clone(&seen);
@@ -52,7 +55,18 @@ impl Scene {
         let dir = tempfile::tempdir().unwrap();
         let arguments: Vec<String> = arguments.iter().map(|&word| word.to_owned()).collect();
         let gate = Gate::start(&url, dir.path().join("gate.redb"), &arguments);
-        Self { gate, connections, seen, _dir: dir }
+        Self { gate, port, connections, seen, _dir: dir }
+    }
+
+    /// Waits until the gate's side has been told that the upstream closed its connections: a busy machine takes its time for that, and a
+    /// request that is sent before may have arrived, as far as the gate can know.
+    fn told_of_the_end(&self) {
+        let to_upstream = format!(":{:04X} 01 ", self.port);
+        until("the end of the connections", || {
+            let sockets = std::fs::read_to_string("/proc/net/tcp").unwrap();
+            // Remote address and state: 01 is a connection without an end so far.
+            (!sockets.lines().any(|line| line.contains(&to_upstream))).then_some(())
+        });
     }
 
     fn seen(&self) -> Vec<String> {
@@ -176,6 +190,7 @@ fn a_request_is_sent_over_another_connection_when_the_old_one_had_been_closed() 
     for number in 1..=20 {
         assert_eq!(client.put().text(), "kept");
         told.recv_timeout(DEADLINE).unwrap();
+        scene.told_of_the_end();
         assert_eq!(scene.connections.load(Ordering::Acquire), number);
     }
     assert_eq!(scene.seen().len(), 20, "each arrived once");

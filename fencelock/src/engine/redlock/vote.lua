@@ -43,7 +43,6 @@ if ARGV[4] == 'r' and #ARGV == 8 then
 end
 
 local time = call('TIME')
-local now = time[1] * 1000000 + time[2]
 local state = call('MGET', 'fencelock:redlock:out', 'fencelock:redlock:waits', 'fencelock:redlock:graves')
 local crowded = state[2] or state[3]
 local T, BEFORE = 'fencelock:redlock:tokens', 'fencelock:redlock:before'
@@ -57,8 +56,8 @@ local since, top
 local function open(seen)
   local ms = tonumber(ARGV[1])
   since, top = sub(seen or '', 1, 16), sub(seen or '', 17)
-  if seen and now - since < ms * 1000 then return end
-  local ahead = ((tonumber(sub(top, 1, 16)) or 0) - now) / 1000
+  if seen and clock - since < ms * 1000 then return end
+  local ahead = ((tonumber(sub(top, 1, 16)) or 0) - clock) / 1000
   if ahead <= 60000 then
     if seen then
       call('UNLINK', BEFORE)
@@ -152,8 +151,8 @@ local function set_up()
 
   local function register(K, who, value, ttl)
     local owner, Q, W = sub(who, 18), 'fencelock:rq:' .. K, 'fencelock:rw:' .. K
-    local _, since = read(call('HGET', W, owner))
-    call('ZADD', Q, sub(who, 1, 16), owner)
+    local since, _
+    if call('ZADD', Q, sub(who, 1, 16), owner) == 0 then _, since = read(call('HGET', W, owner)) end
     call('HSET', W, owner, ttl .. '\n' .. (since or clock) .. '\n' .. value)
     local ahead = call('ZRANK', Q, owner)
     -- The line outlives its last sign of life by `linger` and a half at most, and the mark outlives the line.
@@ -162,7 +161,7 @@ local function set_up()
       call('PEXPIRE', Q, long)
       call('PEXPIRE', W, long)
     end
-    if not state[2] or now - state[2] > linger * 500 then
+    if not state[2] or clock - state[2] > linger * 500 then
       state[2] = clock
       call('SET', 'fencelock:redlock:waits', clock, 'PX', string.format('%.0f', linger * 2))
     end

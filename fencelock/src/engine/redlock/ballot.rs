@@ -280,7 +280,7 @@ pub(super) struct Next {
 
 impl Batch {
     pub(super) fn new(mut ops: Vec<Op>, longest: Duration, sent: Moment, nodes: usize) -> Self {
-        // Nodes need not look up what they have accepted as long as proposals ascend.
+        // Nodes need not look up what they have accepted as long as proposals ascend, and rely on it where a group says so.
         ops.sort_by_key(|op| (op.code, op.who.token));
         let tally = |op: &mut Op| Tally { yes: 0, no: 0, tell: op.tell.take(), decided: None, followed: false };
         let tallies = ops.iter_mut().map(tally).collect();
@@ -509,6 +509,23 @@ mod tests {
         for wrong in ["", "A", "+AAAAAAAAAAAAAAAAAAAAA", &format!("{most}E"), &format!("{most}DA"), &most] {
             assert_eq!(read_owner(wrong), None, "{wrong}");
         }
+    }
+
+    /// Nodes take the last one of a group for the highest: were it not, they would accept a lower token later on.
+    #[test]
+    fn the_claims_of_a_batch_ascend() {
+        let claim = |token: u64| Op {
+            code: Code::Try,
+            name: Name::new(format!("k{token}")).expect("a name"),
+            who: Who { token: Who::LEAST + token, owner: Owner::random() },
+            ttl: Duration::from_secs(30),
+            note: "\nsession\n".into(),
+            tell: None,
+        };
+        let batch = Batch::new([3, 1, 2].map(claim).into(), Duration::from_secs(300), Moment::NEVER, 3);
+        let packed = String::from_utf8_lossy(batch.packed()).into_owned();
+        let at = |text: &str| packed.find(text).expect("it is in it");
+        assert!(at("\r\nT\r\n") < at("k1") && at("k1") < at("k2") && at("k2") < at("k3"), "{packed}");
     }
 
     #[test]

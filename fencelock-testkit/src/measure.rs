@@ -151,15 +151,31 @@ pub async fn our_rate(url: &str, prefix: &str, tasks: usize, span: Duration) -> 
 /// How many times `ours` is `theirs`: the median of what was measured in the same round.
 #[must_use]
 pub fn times(ours: &[f64], theirs: &[f64]) -> f64 {
-    median(&ours.iter().zip(theirs).map(|(ours, theirs)| ours / theirs).collect::<Vec<_>>())
+    median(&ratios(ours, theirs))
+}
+
+/// Between which two ratios the middle half of the rounds lies: how much the median is to be trusted.
+#[must_use]
+pub fn middle_half(ours: &[f64], theirs: &[f64]) -> (f64, f64) {
+    let ratios = ratios(ours, theirs);
+    (part(&ratios, 1, 4), part(&ratios, 3, 4))
+}
+
+fn ratios(ours: &[f64], theirs: &[f64]) -> Vec<f64> {
+    ours.iter().zip(theirs).map(|(ours, theirs)| ours / theirs).collect()
 }
 
 /// The middle one.
 #[must_use]
 pub fn median(values: &[f64]) -> f64 {
+    part(values, 1, 2)
+}
+
+/// The one below which so many parts of all are.
+fn part(values: &[f64], parts: usize, all: usize) -> f64 {
     let mut values = values.to_vec();
     values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(0.0)
+    values.get(values.len() * parts / all).copied().unwrap_or(0.0)
 }
 
 /// One hold of a peer, in nanoseconds of the clock since boot.

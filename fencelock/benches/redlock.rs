@@ -4,7 +4,7 @@
 //! Starts five servers of its own on loopback. Prints ratios, since the times themselves are the machine's.
 
 use fencelock::Clock;
-use fencelock_testkit::measure::{self, Latency, median, times};
+use fencelock_testkit::measure::{self, Latency, median, middle_half, times};
 use fencelock_testkit::redlock::Nodes;
 use std::io::Read;
 use std::process::{Command, Stdio};
@@ -40,8 +40,9 @@ async fn compare() {
             ours.push(measure::our_rate(&nodes.url(), "bench:", tasks, SPAN).await);
             rslock.push(rslock_pairs(&nodes, tasks).await);
         }
+        let (low, high) = middle_half(&ours, &rslock);
         println!(
-            "  {tasks:>4} tasks   fencelock {:>8.0}   rslock {:>8.0}   {:.2} times",
+            "  {tasks:>4} tasks   fencelock {:>8.0}   rslock {:>8.0}   {:.2} times (half of the rounds {low:.2} to {high:.2})",
             median(&ours),
             median(&rslock),
             times(&ours, &rslock)

@@ -89,7 +89,7 @@ pub(crate) async fn take_away(url: &str, args: &Break) -> Result<Exit, Failure> 
     }
     let client = reach(url).await?;
     if !args.yes && !confirmed(&client, &args.name).await? {
-        return Ok(Exit::OK);
+        return Ok(Exit::Code(1));
     }
     let count = client.evict(&args.name).await?;
     let name = format!("{:?}", args.name);

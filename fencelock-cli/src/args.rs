@@ -12,6 +12,9 @@ use fencelock::{MAX_TTL, MIN_TTL, Name, parse_duration};
 use std::ffi::OsString;
 use std::time::Duration;
 
+/// The shortest span of a measurement or a torture.
+const LEAST_SPAN: Duration = Duration::from_millis(100);
+
 // Lines of at most 90 columns, so that they are not wrapped once more.
 const EXAMPLES: &str = "\
 Examples:
@@ -109,7 +112,7 @@ pub(crate) struct Run {
     pub(crate) no_wait: bool,
 
     /// Wait at most so long (30s, 5m, 1h30m) [default: for ever].
-    #[arg(short, long, value_name = "DUR", value_parser = parse_duration)]
+    #[arg(short, long, value_name = "DUR", value_parser = parse_duration, allow_hyphen_values = true)]
     pub(crate) wait: Option<Duration>,
 
     /// Hold this lock as well, all or none, without deadlock (repeatable).
@@ -121,7 +124,7 @@ pub(crate) struct Run {
     pub(crate) shared: bool,
 
     /// A semaphore: at most N holders. All who use the name must give the same N.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", value_parser = parse_slots, allow_hyphen_values = true)]
     pub(crate) slots: Option<u32>,
 
     #[command(flatten)]
@@ -132,7 +135,7 @@ pub(crate) struct Run {
     pub(crate) on_lost: OnLost,
 
     /// Keep the lock at least so long, also when the command ends sooner.
-    #[arg(long, value_name = "DUR", value_parser = parse_duration)]
+    #[arg(long, value_name = "DUR", value_parser = parse_duration, allow_hyphen_values = true)]
     pub(crate) min_hold: Option<Duration>,
 
     #[command(flatten)]
@@ -194,11 +197,11 @@ impl Elect {
 #[derive(Debug, Clone, Copy, Args)]
 pub(crate) struct Lease {
     /// The lease: how soon others can go on if this machine dies. Renewed while the command runs [default: 30s].
-    #[arg(long, value_name = "DUR", value_parser = parse_ttl)]
+    #[arg(long, value_name = "DUR", value_parser = parse_ttl, allow_hyphen_values = true)]
     pub(crate) ttl: Option<Duration>,
 
     /// From SIGTERM to SIGKILL when the lock is lost; both fall inside the lease [default: a sixth of the ttl].
-    #[arg(long, value_name = "DUR", value_parser = parse_duration)]
+    #[arg(long, value_name = "DUR", value_parser = parse_duration, allow_hyphen_values = true)]
     pub(crate) grace: Option<Duration>,
 }
 
@@ -230,7 +233,16 @@ fn check_grace(grace: Duration, ttl: Duration) -> Result<(), Failure> {
     )))
 }
 
-fn parse_ttl(text: &str) -> Result<Duration, String> {
+/// Of work that shows something: how long it goes on.
+pub(crate) fn parse_span(text: &str) -> Result<Duration, String> {
+    let span = parse_duration(text).map_err(|error| error.to_string())?;
+    if span < LEAST_SPAN {
+        return Err(format!("too short to show anything; give it {} at least", self::span(LEAST_SPAN)));
+    }
+    Ok(span)
+}
+
+pub(crate) fn parse_ttl(text: &str) -> Result<Duration, String> {
     let ttl = parse_duration(text).map_err(|error| error.to_string())?;
     if (MIN_TTL..=MAX_TTL).contains(&ttl) {
         return Ok(ttl);
@@ -238,9 +250,13 @@ fn parse_ttl(text: &str) -> Result<Duration, String> {
     Err("choose 100ms to 24h; the lease is renewed while the command runs, so it need not cover it".to_owned())
 }
 
+fn parse_slots(text: &str) -> Result<u32, &'static str> {
+    text.parse().ok().filter(|slots| *slots > 0).ok_or("write how many may hold it at once, as a whole number from 1")
+}
+
 #[derive(Debug, Default, Clone, Copy, Args)]
 pub(crate) struct Volume {
-    /// Say nothing but errors.
+    /// Say nothing but errors, such as the loss of the lock.
     #[arg(short, long, conflicts_with = "verbose")]
     pub(crate) quiet: bool,
 

@@ -1,6 +1,7 @@
 //! `fencelock bench`: how fast this engine is from here.
 
 use crate::admin;
+use crate::args::parse_span;
 use crate::exit::{Exit, Failure};
 use clap::Args;
 use fencelock::parse_duration;
@@ -16,7 +17,7 @@ pub(crate) struct Bench {
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..))]
     tasks: u16,
     /// How long each of the two measurements lasts
-    #[arg(long = "for", value_name = "DUR", default_value = "3s", value_parser = parse_duration)]
+    #[arg(long = "for", value_name = "DUR", default_value = "3s", value_parser = parse_span)]
     span: Duration,
     /// Print JSON
     #[arg(long)]

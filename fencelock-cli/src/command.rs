@@ -1,6 +1,6 @@
 //! The command that is to be run: whether it can be, and what it is told in its environment.
 
-use crate::exit::Failure;
+use crate::exit::{Failure, NOT_FOUND};
 use crate::hold::{Held, Holding};
 use crate::supervised::cannot_run;
 use rustix::fs::{Access, access};
@@ -15,13 +15,16 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// 126 or 127, as it would be later.
 pub(crate) fn check(command: &[OsString]) -> Result<(), Failure> {
     let Some(program) = command.first() else { return Ok(()) };
+    if program.is_empty() {
+        return Err(Failure::new(
+            NOT_FOUND,
+            "command not found: it is an empty word; is a variable empty that should hold it?",
+        ));
+    }
     find(program).map_err(|error| cannot_run(&program.to_string_lossy(), &error))
 }
 
 fn find(program: &OsStr) -> io::Result<()> {
-    if program.is_empty() {
-        return Err(io::ErrorKind::NotFound.into());
-    }
     if program.as_encoded_bytes().contains(&b'/') {
         return executable(Path::new(program));
     }

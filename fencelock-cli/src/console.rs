@@ -24,9 +24,14 @@ impl Console {
     /// Says what the user should know.
     pub(crate) fn say(&self, text: &str) {
         if !self.quiet {
-            self.clear();
-            say(text);
+            self.warn(text);
         }
+    }
+
+    /// Says what even `-q` does not keep back: a promise that is not kept.
+    pub(crate) fn warn(&self, text: &str) {
+        self.clear();
+        say(text);
     }
 
     /// Says what only `-v` wants to know.

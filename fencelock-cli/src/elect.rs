@@ -65,7 +65,7 @@ impl Candidate<'_> {
         let election = self.client.election(&self.elect.name).ttl(self.ttl).label(&label);
         loop {
             let error = match stand(election.campaign(), &view, signals).await {
-                Ok(Ok(guard)) => return Ok(Ok(Holding::new(guard, None))),
+                Ok(Ok(guard)) => return Ok(Ok(Holding::new(vec![guard]))),
                 Ok(Err(error)) => error,
                 Err(signal) => return Ok(Err(ended_by(signal))),
             };

@@ -2,39 +2,48 @@
 
 use crate::args::Run;
 use crate::exit::Failure;
-use fencelock::{Client, Guard, Loss, Owner, Result, Token};
+use fencelock::{Client, ErrorKind, Guard, Holder, Loss, Owner, Result, Token};
 use serde::{Deserialize, Serialize};
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 /// Longer than this is for ever; far beyond it, clocks overflow.
 const FOR_EVER: Duration = Duration::from_secs(10 * 365 * 86_400);
 
-/// The locks that the command runs under. Two guards when an outer hold is re-entered and others are held with it.
+/// The locks that the command runs under: several guards when holds around us are re-entered and others are held with them.
 pub(crate) struct Holding {
-    first: Guard,
-    also: Option<Guard>,
+    /// The first one is that of the first name.
+    guards: Vec<Guard>,
     pub(crate) since: Instant,
 }
 
 impl Holding {
-    pub(crate) fn new(first: Guard, also: Option<Guard>) -> Self {
-        Self { first, also, since: Instant::now() }
+    /// # Panics
+    /// Without any guard.
+    pub(crate) fn new(guards: Vec<Guard>) -> Self {
+        assert!(!guards.is_empty(), "at least one lock is held");
+        Self { guards, since: Instant::now() }
     }
 
-    fn guards(&self) -> impl Iterator<Item = &Guard> {
-        std::iter::once(&self.first).chain(&self.also)
+    fn first(&self) -> &Guard {
+        &self.guards[0]
     }
 
     pub(crate) fn name(&self) -> &str {
-        self.first.name()
+        self.first().name()
+    }
+
+    /// The lock that was lost, or if none is known to be, the first one.
+    pub(crate) fn lost_name(&self) -> &str {
+        self.guards.iter().find_map(Guard::lost_name).unwrap_or_else(|| self.name())
     }
 
     pub(crate) fn token(&self) -> Token {
-        self.first.token()
+        self.first().token()
     }
 
     pub(crate) fn owner(&self) -> Owner {
-        self.first.owner()
+        self.first().owner()
     }
 
     /// Everything that is held here, for those who run inside.
@@ -47,25 +56,25 @@ impl Holding {
             };
             guard.names().filter_map(held).collect()
         };
-        self.guards().flat_map(of_guard).collect()
+        self.guards.iter().flat_map(of_guard).collect()
     }
 
     pub(crate) fn is_borrowed(&self) -> bool {
-        self.first.is_borrowed()
+        self.first().is_borrowed()
     }
 
     pub(crate) fn valid_for(&self) -> Duration {
-        self.guards().map(Guard::valid_for).min().unwrap_or_default()
+        self.guards.iter().map(Guard::valid_for).min().unwrap_or_default()
     }
 
     pub(crate) fn is_valid(&self) -> bool {
-        self.guards().all(Guard::is_valid)
+        self.guards.iter().all(Guard::is_valid)
     }
 
     /// Makes sure that more than this is left of the lease: a lock that was just handed over has little of it.
     pub(crate) async fn last(&self, least: Duration) -> Result<()> {
         if self.valid_for() <= least {
-            for guard in self.guards() {
+            for guard in &self.guards {
                 guard.confirm().await?;
             }
         }
@@ -74,28 +83,23 @@ impl Holding {
 
     /// Resolves when one of the locks is lost.
     pub(crate) fn lost(&self) -> impl Future<Output = Loss> + use<> {
-        let first = self.first.lost();
-        let also = self.also.as_ref().map(Guard::lost);
-        async {
-            let also = async {
-                match also {
-                    Some(lost) => lost.await,
-                    None => std::future::pending().await,
-                }
-            };
-            tokio::select! {
-                loss = first => loss,
-                loss = also => loss,
-            }
-        }
+        let mut lost: Vec<_> = self.guards.iter().map(|guard| Box::pin(guard.lost())).collect();
+        std::future::poll_fn(move |context| {
+            let mut ready = lost.iter_mut().map(|lost| lost.as_mut().poll(context));
+            ready.find(Poll::is_ready).unwrap_or(Poll::Pending)
+        })
     }
 
+    /// Releases all of them. Of several errors, a loss is told.
     pub(crate) async fn release(self) -> Result<()> {
-        let also = match self.also {
-            Some(guard) => guard.release().await,
-            None => Ok(()),
-        };
-        self.first.release().await.and(also)
+        let mut outcome = Ok(());
+        for guard in self.guards.into_iter().rev() {
+            match guard.release().await {
+                Err(error) if outcome.is_ok() || error.kind() == ErrorKind::Lost => outcome = Err(error),
+                _ => {}
+            }
+        }
+        outcome
     }
 }
 
@@ -126,7 +130,8 @@ pub(crate) struct Wanted<'a> {
     pub(crate) run: &'a Run,
     pub(crate) ttl: Duration,
     pub(crate) label: &'a str,
-    pub(crate) outer: Option<Outer>,
+    /// The locks, the first one first; with the owner as whom to re-enter those that a `fencelock run` around us holds.
+    pub(crate) names: Vec<(&'a str, Option<Owner>)>,
     pub(crate) patience: Patience,
 }
 
@@ -134,30 +139,37 @@ impl Wanted<'_> {
     /// Stands in line. None when there was no patience, and the lock is busy.
     pub(crate) async fn acquire(&self) -> Result<Option<Holding>> {
         let started = Instant::now();
-        let Some(outer) = &self.outer else {
-            return Ok(self.first(None, self.patience).await?.map(|guard| Holding::new(guard, None)));
-        };
-        let Some(first) = self.first(Some(outer.owner), self.patience).await? else { return Ok(None) };
-        if self.run.also.is_empty() {
-            return Ok(Some(Holding::new(first, None)));
+        let mut guards = Vec::new();
+        for (name, owner) in &self.names {
+            if owner.is_some() {
+                let Some(guard) = self.one(name, *owner, self.left(started)).await? else { return Ok(None) };
+                guards.push(guard);
+            }
         }
         // The others are our own: to hold them as the outer owner would let siblings share them.
-        let left = match self.patience {
-            Patience::AtMost(span) => Patience::AtMost(span.saturating_sub(started.elapsed())),
-            patience => patience,
+        let others: Vec<&str> = self.names.iter().filter(|(_, owner)| owner.is_none()).map(|(name, _)| *name).collect();
+        let rest = match (others.as_slice(), self.run.also.as_slice()) {
+            ([], _) => return Ok(Some(Holding::new(guards))),
+            ([name], []) => self.one(name, None, self.left(started)).await?,
+            (names, _) => self.all(names, self.left(started)).await?,
         };
-        let also = self.all(&self.run.also, left).await?;
-        Ok(also.map(|also| Holding::new(first, Some(also))))
+        let Some(rest) = rest else { return Ok(None) };
+        let first_is_ours = self.names.first().is_some_and(|(_, owner)| owner.is_none());
+        guards.insert(if first_is_ours { 0 } else { guards.len() }, rest);
+        Ok(Some(Holding::new(guards)))
     }
 
-    async fn first(&self, owner: Option<Owner>, patience: Patience) -> Result<Option<Guard>> {
-        let run = self.run;
-        if !run.also.is_empty() && owner.is_none() {
-            let names: Vec<String> = std::iter::once(&run.name).chain(&run.also).cloned().collect();
-            return self.all(&names, patience).await;
+    fn left(&self, started: Instant) -> Patience {
+        match self.patience {
+            Patience::AtMost(span) => Patience::AtMost(span.saturating_sub(started.elapsed())),
+            patience => patience,
         }
+    }
+
+    async fn one(&self, name: &str, owner: Option<Owner>, patience: Patience) -> Result<Option<Guard>> {
+        let run = self.run;
         if let Some(slots) = run.slots {
-            let mut semaphore = self.client.semaphore(&run.name, slots).ttl(self.ttl).label(self.label);
+            let mut semaphore = self.client.semaphore(name, slots).ttl(self.ttl).label(self.label);
             if let Some(owner) = owner {
                 semaphore = semaphore.owner(owner);
             }
@@ -167,7 +179,7 @@ impl Wanted<'_> {
                 Patience::Endless => semaphore.acquire().await.map(Some),
             };
         }
-        let mut lock = self.client.rwlock(&run.name).ttl(self.ttl).label(self.label);
+        let mut lock = self.client.rwlock(name).ttl(self.ttl).label(self.label);
         if let Some(owner) = owner {
             lock = lock.owner(owner);
         }
@@ -181,7 +193,7 @@ impl Wanted<'_> {
         }
     }
 
-    async fn all(&self, names: &[String], patience: Patience) -> Result<Option<Guard>> {
+    async fn all(&self, names: &[&str], patience: Patience) -> Result<Option<Guard>> {
         let all = self.client.all(names).ttl(self.ttl).label(self.label);
         match patience {
             Patience::None => all.try_acquire().await,
@@ -208,39 +220,30 @@ impl Held {
     }
 }
 
-/// A hold of the same lock by a `fencelock run` around us, which can be re-entered.
-pub(crate) struct Outer {
-    owner: Owner,
-}
-
-impl Outer {
-    /// Looks into the environment, and then whether that very grant still stands.
-    ///
-    /// The variables can outlive the hold (in a daemon, or a terminal multiplexer). Acquiring as an owner of the past would
-    /// let two such leftovers take each other for one.
-    pub(crate) async fn find(client: &Client, url: &str, name: &str) -> Result<Option<Self>, Failure> {
-        // Who does not want to re-enter takes this variable out.
-        if std::env::var_os("FENCELOCK_OWNER").is_none() {
-            return Ok(None);
-        }
-        let here =
-            |outer: &str| outer == url || same_place(outer.split('?').next().unwrap_or_default(), client.address());
-        let mut claims: Vec<Held> = Held::outer();
-        claims.extend(innermost());
-        claims.retain(|held| held.name == name && here(&held.url));
-        if claims.is_empty() {
-            return Ok(None);
-        }
-        let status = client.status(name).await?;
-        for held in claims.iter().rev() {
-            let Ok(owner) = held.owner.parse::<Owner>() else { continue };
-            let token = Token::new(held.token);
-            if status.holders.iter().any(|holder| holder.token == token && holder.owner == owner.short()) {
-                return Ok(Some(Self { owner }));
-            }
-        }
-        Ok(None)
+/// The owner of a hold of this lock by a `fencelock run` around us, which can be re-entered.
+///
+/// Looks into the environment, and then whether that very grant still stands: the variables can outlive the hold (in a daemon,
+/// or a terminal multiplexer), and acquiring as an owner of the past would let two such leftovers take each other for one.
+pub(crate) async fn outer_owner(client: &Client, url: &str, name: &str) -> Result<Option<Owner>, Failure> {
+    // Who does not want to re-enter takes this variable out.
+    if std::env::var_os("FENCELOCK_OWNER").is_none() {
+        return Ok(None);
     }
+    let here = |outer: &str| outer == url || same_place(outer.split('?').next().unwrap_or_default(), client.address());
+    let mut claims: Vec<Held> = Held::outer();
+    claims.extend(innermost());
+    claims.retain(|held| held.name == name && here(&held.url));
+    if claims.is_empty() {
+        return Ok(None);
+    }
+    let status = client.status(name).await?;
+    let stands = |held: &Held| {
+        let owner = held.owner.parse::<Owner>().ok()?;
+        let token = Token::new(held.token);
+        let same = |holder: &Holder| holder.token == token && holder.owner == owner.short();
+        status.holders.iter().any(same).then_some(owner)
+    };
+    Ok(claims.iter().rev().find_map(stands))
 }
 
 /// Whether two addresses lead to the same engine; a directory may have several paths.

@@ -4,7 +4,7 @@ use crate::args::{OnLost, Run};
 use crate::command::{self, environment};
 use crate::console::Console;
 use crate::exit::{BUSY, Exit, Failure, LOST};
-use crate::hold::{Holding, Outer, Patience, Wanted, ttl_of, url_for_others};
+use crate::hold::{Holding, Patience, Wanted, outer_owner, ttl_of, url_for_others};
 use crate::line::{View, stand};
 use crate::signals::Signals;
 use crate::terminal;
@@ -108,14 +108,19 @@ impl Job<'_> {
     /// Stands in line. The inner error is not a failure: a signal came, or the lock is busy.
     async fn acquire(&self, signals: &mut Signals) -> Result<Result<Holding, Exit>, Failure> {
         let label = command::label(&self.run.command);
-        let names = std::iter::once(&self.run.name).chain(&self.run.also).map(String::as_str).collect();
+        let names: Vec<&str> = std::iter::once(&self.run.name).chain(&self.run.also).map(String::as_str).collect();
+        let mut outer = Vec::new();
+        for name in &names {
+            outer.push(outer_owner(self.client, self.url, name).await?);
+        }
+        let names_and_owners = names.iter().copied().zip(outer).collect();
         let view = View { client: self.client, names, label: &label, console: self.console };
         let wanted = Wanted {
             client: self.client,
             run: self.run,
             ttl: self.ttl,
             label: &label,
-            outer: Outer::find(self.client, self.url, &self.run.name).await?,
+            names: names_and_owners,
             patience: Patience::of(self.run),
         };
         let answer = match stand(wanted.acquire(), &view, signals).await {
@@ -169,23 +174,17 @@ fn granted(answer: LockResult<Option<Holding>>) -> Result<Option<Holding>, Failu
 /// Gives the lock back. False if it was not ours any more, which is said unless it is known.
 pub(crate) async fn release(holding: Holding, known_lost: bool, console: &Console) -> bool {
     let name = holding.name().to_owned();
-    match timeout(GOODBYE, holding.release()).await {
-        Ok(Ok(())) => true,
-        Ok(Err(error)) if error.kind() == ErrorKind::Lost => {
-            if !known_lost {
-                console.say(&error.to_string());
-            }
-            false
-        }
-        Ok(Err(error)) => {
-            console.say(&format!("{error}; it is free when its lease ends"));
-            true
-        }
-        Err(_) => {
-            console.say(&format!("the release of {name:?} was not confirmed in time; it is free when its lease ends"));
-            true
-        }
+    let patience = if known_lost { FAREWELL } else { GOODBYE };
+    let (ours, trouble) = match timeout(patience, holding.release()).await {
+        Ok(Ok(())) => return true,
+        Ok(Err(error)) if error.kind() == ErrorKind::Lost => (false, error.to_string()),
+        Ok(Err(error)) => (true, format!("{error}; it is free when its lease ends")),
+        Err(_) => (true, format!("the release of {name:?} was not confirmed in time; it is free when its lease ends")),
+    };
+    if !known_lost {
+        console.warn(&trouble);
     }
+    ours
 }
 
 /// Connects to an engine that other processes see: a lock that only this one sees would keep nobody apart.

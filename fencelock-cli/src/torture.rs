@@ -2,9 +2,10 @@
 //! the test kit; here are the command line, the progress on a terminal and the verdict.
 
 use crate::admin;
+use crate::args::{parse_span, parse_ttl};
 use crate::exit::{Exit, Failure};
 use clap::Args;
-use fencelock::{Error, ErrorKind, connect, parse_duration};
+use fencelock::{Error, ErrorKind, connect};
 use fencelock_testkit::torture::{self, Plan, Progress, Verdict, Workers};
 use std::io::{IsTerminal, Write, stderr};
 use std::time::Duration;
@@ -16,7 +17,7 @@ pub(crate) const WORKER: &str = "torture-worker";
 #[derive(Debug, Args)]
 pub(crate) struct Torture {
     /// How long
-    #[arg(long = "for", value_name = "DUR", default_value = "10s", value_parser = parse_duration)]
+    #[arg(long = "for", value_name = "DUR", default_value = "10s", value_parser = parse_span)]
     span: Duration,
     /// Workers in each process
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1_000))]
@@ -28,7 +29,7 @@ pub(crate) struct Torture {
     #[arg(long, value_name = "N", default_value_t = 6, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     names: u32,
     /// The lease of the locks
-    #[arg(long, value_name = "DUR", default_value = "3s", value_parser = parse_duration)]
+    #[arg(long, value_name = "DUR", default_value = "3s", value_parser = parse_ttl)]
     ttl: Duration,
     /// Kill processes at random, as kill -9 does, and start others
     #[arg(long)]

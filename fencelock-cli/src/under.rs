@@ -125,7 +125,7 @@ impl Watch<'_> {
                 }
                 _ = beat.tick() => self.beat(),
                 () = at(give_up) => {
-                    self.console.say("something that the command started cannot be killed; it may still run");
+                    self.console.warn("something that the command started cannot be killed; it may still run");
                     break self.status.unwrap_or(Status::Killed(SIGKILL));
                 }
             }
@@ -168,7 +168,7 @@ impl Watch<'_> {
             OnLost::Kill => "killing the command".to_owned(),
             OnLost::Warn => "the command runs on (--on-lost warn)".to_owned(),
         };
-        self.console.say(&format!("{:?} {why}; {consequence}", self.holding.name()));
+        self.console.warn(&format!("{:?} {why}; {consequence}", self.holding.lost_name()));
         if self.stops() {
             self.command.order(Order::Lost);
         }
@@ -190,7 +190,7 @@ impl Watch<'_> {
         } else if left < self.duty.grace && !self.lost && !self.warned {
             self.warned = true;
             let name = self.holding.name();
-            self.console.say(&format!("{name:?} cannot be renewed and will be lost in {}", span(left)));
+            self.console.warn(&format!("{name:?} cannot be renewed and will be lost in {}", span(left)));
         }
     }
 

@@ -108,6 +108,11 @@ impl Guard {
         self.parts.iter().find_map(|held| held.loss())
     }
 
+    /// Which lock was lost, if one was; with several, the first of them.
+    pub fn lost_name(&self) -> Option<&str> {
+        self.parts.iter().find(|held| held.loss().is_some()).map(|held| held.hold.name.as_str())
+    }
+
     /// Resolves when the lock is lost: by the local deadline, or by the engine's word. It never resolves after a clean
     /// release. The future does not borrow the guard, so it can be spawned.
     ///

@@ -36,10 +36,12 @@ fn plan(url: String) -> Plan {
     let mut plan = Plan::new(url);
     plan.lasts = parse_duration(&lasts).unwrap();
     plan.ttl = TTL;
-    // Most of those who hold when it happens still do afterwards.
+    // A lock is held by somebody who stays for most of the time, so that many of those who hold when it happens still do afterwards.
     plan.hold = TTL * 3;
-    plan.workers = 2;
-    plan.names = 3;
+    // Fewer than three in each, so that no lock is for evictions only, whose holders stay for long.
+    (plan.processes, plan.workers) = (8, 2);
+    plan.names = 6;
+    plan.excuse = must_be_borne;
     // Longer than all the others can hold, one after the other.
     plan.patience = Duration::from_secs(180);
     println!("seed {}", plan.seed);
@@ -58,14 +60,13 @@ fn saw_two_holders(verdict: &Verdict) -> bool {
 
 /// Each failover loses what was written in the last moments before it. Every other client cannot reach the Sentinels while it
 /// happens, and goes on believing in its locks.
-async fn sentinel(options: &str, workers: u32) -> (Verdict, usize) {
+async fn sentinel(options: &str) -> (Verdict, usize) {
     let mut sentinels = RedisSentinels::start();
     let proxies: Vec<Proxy> = sentinels.sentinels.iter().map(|sentinel| Proxy::to(sentinel.port())).collect();
     let options = format!("?ttl=5s&patience=20s&{options}");
     let far: Vec<String> = proxies.iter().map(|proxy| format!("127.0.0.1:{}", proxy.port())).collect();
     let urls = [sentinels.url(&options), format!("redis+sentinel://{}/{MASTER}{options}", far.join(","))];
-    let mut plan = plan(urls[0].clone());
-    plan.workers = workers;
+    let plan = plan(urls[0].clone());
     let next = Arc::new(AtomicUsize::new(0));
     let connect: torture::Connect = Arc::new(move |_| {
         let url = urls[next.fetch_add(1, Ordering::SeqCst) % 2].clone();
@@ -137,15 +138,14 @@ async fn cluster(options: &str) -> (Verdict, usize) {
 
 fn good(verdict: &Verdict, failovers: usize) {
     println!("{verdict}\n{failovers} failovers");
-    // Holds are longer than leases, and there are three locks: in this time there are not many grants.
-    assert!(failovers > 0 && verdict.grants > 5, "{verdict}");
-    let broken: Vec<_> = verdict.violations.iter().filter(|violation| !must_be_borne(violation)).collect();
-    assert!(broken.is_empty(), "{broken:#?}\n{verdict}");
+    // Holds are longer than leases, and nobody is granted anything in quarantine: in this time there are not many grants.
+    assert!(failovers > 0 && verdict.grants > 20, "{verdict}");
+    assert!(verdict.ok, "{:#?}\n{verdict}", verdict.violations);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nobody_holds_twice_when_sentinels_fail_over() {
-    let (verdict, failovers) = sentinel("quarantine=auto", 2).await;
+    let (verdict, failovers) = sentinel("quarantine=auto").await;
     good(&verdict, failovers);
 }
 
@@ -153,7 +153,7 @@ async fn nobody_holds_twice_when_sentinels_fail_over() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn without_quarantine_a_failover_is_seen_to_give_two_holders() {
     for _ in 0..4 {
-        let (verdict, failovers) = sentinel("quarantine=off", 4).await;
+        let (verdict, failovers) = sentinel("quarantine=off").await;
         println!("{verdict}\n{failovers} failovers");
         if failovers > 0 && saw_two_holders(&verdict) {
             return;

@@ -127,6 +127,12 @@ async fn passwords_are_asked_for_and_never_shown() {
     told(&connect(server.url_as("nobody", SECRET)).await.unwrap_err(), ErrorKind::Invalid, "password");
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_database_that_is_not_there_is_the_url_s_fault() {
+    let server = RedisServer::start();
+    told(&connect(format!("{}/99", server.url())).await.unwrap_err(), ErrorKind::Invalid, "no database of this number");
+}
+
 /// Whatever is wrong with a URL, its password is not repeated.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bad_urls_do_not_give_the_password_away() {

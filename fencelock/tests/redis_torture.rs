@@ -95,7 +95,8 @@ async fn every_promise_is_kept_when_processes_are_killed() {
 async fn every_promise_is_kept_behind_a_bad_network() {
     let server = RedisServer::start();
     let proxy = Proxy::to(server.port());
-    let plan = plan(format!("{}?timeout=500ms", proxy.redis_url()), "8s");
+    let mut plan = plan(format!("{}?timeout=500ms", proxy.redis_url()), "8s");
+    plan.excuse = |violation| violation.kind == Kind::Order;
     let quiet = Instant::now() + plan.lasts - Duration::from_secs(1);
     let work = torture::run(&plan, processes(), |_| {});
     let network = async {
@@ -111,7 +112,6 @@ async fn every_promise_is_kept_behind_a_bad_network() {
     let (verdict, troubles) = tokio::join!(work, network);
     let verdict = verdict.unwrap();
     println!("{verdict}\n{troubles} troubles, {} connections", proxy.connections());
-    let broken: Vec<_> = verdict.violations.iter().filter(|violation| violation.kind != Kind::Order).collect();
-    assert!(broken.is_empty(), "{broken:#?}\n{verdict}");
+    assert!(verdict.ok, "{:#?}\n{verdict}", verdict.violations);
     good(&server, &verdict);
 }

@@ -62,6 +62,8 @@ async fn torture(kill: bool) -> (Verdict, u32) {
     let mut nodes = Nodes::start(5);
     let mut plan = plan(format!("{}?max_ttl=4s&ttl=4s", nodes.url()));
     plan.kill = kill;
+    // Who held on a bare majority, of which a node forgets, is told that it lost the lock: that is kept too.
+    plan.excuse = |violation| matches!(violation.kind, Kind::Lost | Kind::Failed);
     // The first client founds the set of nodes.
     let founder = connect(&plan.url).await.unwrap();
     let until = Instant::now() + plan.lasts;
@@ -74,10 +76,7 @@ async fn torture(kill: bool) -> (Verdict, u32) {
 async fn every_promise_is_kept_while_nodes_come_back_empty() {
     let (verdict, kills) = torture(false).await;
     println!("{verdict}\n{kills} nodes came back empty");
-    // Who held on a bare majority, of which a node forgets, is told that it lost the lock: that is kept too.
-    let told = |kind: Kind| matches!(kind, Kind::Lost | Kind::Failed);
-    let others: Vec<_> = verdict.violations.iter().filter(|violation| !told(violation.kind)).collect();
-    assert!(others.is_empty(), "{others:#?}\n{verdict}");
+    assert!(verdict.ok, "{:#?}\n{verdict}", verdict.violations);
     assert!(verdict.grants > 100 && kills >= 2, "{verdict}");
 }
 

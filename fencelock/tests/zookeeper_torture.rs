@@ -79,7 +79,9 @@ fn plan(url: String, usually: &str, ttl: Duration) -> Plan {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_promise_is_kept_when_servers_are_killed() {
     let servers = ZooKeeper::three();
-    let plan = plan(format!("{}?timeout=10s", servers.url_below("/torture")), "15s", Duration::from_secs(6));
+    let mut plan = plan(format!("{}?timeout=10s", servers.url_below("/torture")), "15s", Duration::from_secs(6));
+    // Whoever asks while its connection moves to another server may be told so; that breaks no promise.
+    plan.excuse = |violation| violation.kind == Kind::Failed;
     // The last new leader is in office when the work ends.
     let quiet = Instant::now() + plan.lasts - Duration::from_secs(4);
     let pause = (plan.lasts / 6).min(Duration::from_secs(10));
@@ -87,9 +89,7 @@ async fn every_promise_is_kept_when_servers_are_killed() {
         tokio::join!(torture::run(&plan, processes(), |_| {}), trouble(servers, quiet, pause));
     let verdict = verdict.unwrap();
     println!("{verdict}\n{kills} servers killed");
-    // Whoever asks while its connection moves to another server may be told so; that breaks no promise.
-    let broken: Vec<_> = verdict.violations.iter().filter(|violation| violation.kind != Kind::Failed).collect();
-    assert!(broken.is_empty(), "{broken:#?}\n{verdict}");
+    assert!(verdict.ok, "{:#?}\n{verdict}", verdict.violations);
     assert!(verdict.grants > 100 && kills >= 2, "{kills} servers killed: {verdict}");
     eventually("no entry is left", async || servers.ephemerals().is_empty()).await;
 }

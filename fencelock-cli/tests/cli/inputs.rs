@@ -7,8 +7,9 @@ fn bad_input_is_refused_in_one_line_before_anything_is_touched() {
     let long = "x".repeat(513);
     let touch = ["--", "touch", "started"];
     let table: &[(&[&str], &str)] = &[
-        (&["run", "--slots", "0", "x"], "--slots"),
-        (&["run", "--slots", "many", "x"], "--slots"),
+        (&["run", "--slots", "0", "x"], "'--slots <N>': write how many"),
+        (&["run", "--slots", "many", "x"], "'--slots <N>': write how many"),
+        (&["run", "--slots", "-1", "x"], "'--slots <N>': write how many"),
         (&["run", ""], "empty"),
         (&["run", &long], "513 bytes"),
         (&["run", "-a", "", "x"], "empty"),
@@ -25,7 +26,8 @@ fn bad_input_is_refused_in_one_line_before_anything_is_touched() {
         (&["run", "-a", "y", "--slots", "3", "x"], "--also holds all its locks alone"),
         (&["run", "--shared", "--slots", "3", "x"], "--shared"),
         (&["run", "--on-lost", "pray", "x"], "term, kill, warn"),
-        (&["run", "--min-hold", "-1s", "x"], "'-1'"),
+        (&["run", "--min-hold", "-1s", "x"], "\"-1s\" is not a span of time"),
+        (&["run", "-w", "-1s", "x"], "\"-1s\" is not a span of time"),
         (&["run", "--no-such-option", "x"], "--no-such-option"),
         (&["run"], "NAME"),
         (&["run", "-u", "nosuch:thing", "x"], "nosuch"),
@@ -59,6 +61,9 @@ fn bad_input_of_the_other_commands_is_refused_too() {
         (&["break", "x"], "--yes"),
         (&["list", "a", "b"], "'b'"),
         (&["completions", "cmd.exe"], "bash"),
+        (&["torture", "--for", "0s"], "100ms at least"),
+        (&["torture", "--ttl", "0s"], "100ms to 24h"),
+        (&["bench", "--for", "1ms"], "100ms at least"),
         (&["__supervise", "x"], "fencelock run"),
     ];
     for (arguments, expected) in table {

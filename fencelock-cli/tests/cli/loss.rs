@@ -62,10 +62,10 @@ fn on_lost_kill_does_not_ask() {
 
 #[test]
 fn on_lost_warn_lets_the_command_run() {
-    for (ending, expected) in [("0", 74), ("9", 9)] {
+    for (ending, volume, expected) in [("0", "-v", 74), ("9", "-v", 9), ("0", "-q", 74)] {
         let place = Place::new();
         let script = format!("echo > started; while ! [ -e go ]; do sleep 0.01; done; echo > ended; exit {ending}");
-        let mut tool = place.tool(&["run", "--on-lost", "warn", "x", "--", "sh", "-c", &script]);
+        let mut tool = place.tool(&["run", volume, "--on-lost", "warn", "x", "--", "sh", "-c", &script]);
         let told = place.path("told");
         let mut tool = tool.stderr(File::create(&told).unwrap()).spawn().unwrap();
         place.line("started");
@@ -75,6 +75,17 @@ fn on_lost_warn_lets_the_command_run() {
         assert_eq!(code(tool.wait().unwrap()), expected);
         assert!(place.has("ended"));
     }
+}
+
+#[test]
+fn which_of_several_locks_was_lost_is_told() {
+    let place = Place::new();
+    let tool = place.start(&["run", "-a", "x", "accounts", "--", "sh", "-c", "echo > started; sleep 1000"]);
+    place.line("started");
+    place.run(&BREAK);
+    let output = tool.end();
+    assert_eq!(code(output.status), 74);
+    assert!(text(&output.stderr).contains("\"x\" was lost"), "{}", text(&output.stderr));
 }
 
 #[test]

@@ -279,6 +279,21 @@ fn a_nested_run_with_more_locks_re_enters_one_and_takes_the_others() {
 }
 
 #[test]
+fn a_nested_run_re_enters_what_it_asks_for_as_well() {
+    let place = Place::new();
+    let tool = env!("CARGO_BIN_EXE_fencelock");
+    for inner in ["-a x y", "-a y x", "-a y -a z x", "-a x z -a y", "-a x x"] {
+        let script = format!("{tool} run -n {inner} -- {tool} list; {tool} list");
+        let output = place.run(&["run", "x", "-a", "y", "--", "sh", "-c", &script]);
+        let told = text(&output.stdout);
+        let held = |lock: &str| told.lines().filter(|line| line.starts_with(lock) && line.contains("held")).count();
+        let during = usize::from(inner.contains('z'));
+        assert_eq!((held("x"), held("y"), held("z")), (2, 2, during), "{inner}: {told}{}", text(&output.stderr));
+    }
+    assert_eq!(text(&place.run(&["list"]).stdout), "");
+}
+
+#[test]
 fn also_holds_several_locks_and_all_of_them_are_freed() {
     let place = Place::new();
     let first = place.start(&["run", "-a", "b", "--also", "c", "a", "--", "sh", "-c", "echo > started; sleep 1000"]);

@@ -212,7 +212,7 @@ fn break_asks_and_shows_the_holder() {
     refused.sees("[y/N]");
     refused.keys("n\r");
     refused.sees("left alone");
-    assert_eq!(refused.end(), 0);
+    assert_eq!(refused.end(), 1);
     assert_eq!(place.standing("x"), (1, 0));
     let mut agreed = Screen::new(&place, &[tool, "break", "x"]);
     agreed.sees("[y/N]");

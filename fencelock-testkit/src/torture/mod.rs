@@ -55,12 +55,14 @@ pub struct Plan {
     pub names: u32,
     /// The lease.
     pub ttl: Duration,
-    /// How long holders stay at most, besides what they have to do.
+    /// How long one in ten holders stays at most, besides what all have to do.
     pub hold: Duration,
     /// Whether processes are killed and started again.
     pub kill: bool,
     /// How long a claim may wait before that counts as in vain.
     pub patience: Duration,
+    /// What the faults that are done to the engine meanwhile cannot spare its users: told, but no broken promise.
+    pub excuse: fn(&Violation) -> bool,
     /// Where chance begins. Timing has a say as well, so a seed repeats what is tried, not what happens.
     pub seed: u64,
 }
@@ -78,6 +80,7 @@ impl Plan {
             hold: Duration::ZERO,
             kill: false,
             patience: Duration::from_secs(20),
+            excuse: |_| false,
             seed: Recorder::now(),
         }
     }

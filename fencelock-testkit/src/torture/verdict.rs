@@ -1,7 +1,7 @@
 //! What a torture found, for people and for programs.
 
 use super::Plan;
-use crate::history::{Report, Violation};
+use crate::history::{Kind, Report, Violation};
 use fencelock::Client;
 use serde::Serialize;
 use std::fmt;
@@ -17,7 +17,7 @@ pub struct Verdict {
     pub url: String,
     /// Whether every promise was kept.
     pub ok: bool,
-    /// Whether the engine promises an order, and so it was checked.
+    /// Whether the order was kept: the engine promises one, and nobody who was overtaken had to be excused.
     pub ordered: bool,
     /// How long it took, in seconds.
     pub seconds: f64,
@@ -47,6 +47,8 @@ pub struct Verdict {
     pub lost: u64,
     /// The broken promises.
     pub violations: Vec<Violation>,
+    /// What the plan excuses, because of the faults that were done to the engine.
+    pub excused: Vec<Violation>,
     /// Repeats what was tried, though not when.
     pub seed: u64,
 }
@@ -62,12 +64,13 @@ impl Verdict {
     ) -> Self {
         violations.extend(report.violations);
         violations.sort_by_key(|violation| violation.kind);
+        let (excused, violations): (Vec<_>, Vec<_>) = violations.into_iter().partition(plan.excuse);
         let seconds = plan.lasts.as_secs_f64();
         let millis = |nanos: Option<&u64>| nanos.map_or(0.0, |nanos| *nanos as f64 / 1e6);
         Self {
             url: watched.address().to_owned(),
             ok: violations.is_empty(),
-            ordered: watched.capability().ordered,
+            ordered: watched.capability().ordered && excused.iter().all(|violation| violation.kind != Kind::Order),
             seconds,
             processes: plan.processes,
             workers: plan.workers,
@@ -82,12 +85,13 @@ impl Verdict {
             evictions: report.evictions,
             lost: report.lost,
             violations,
+            excused,
             seed: plan.seed,
         }
     }
 
     /// Whether a promise of this kind was broken.
-    pub fn shows(&self, kind: crate::history::Kind) -> bool {
+    pub fn shows(&self, kind: Kind) -> bool {
         self.violations.iter().any(|violation| violation.kind == kind)
     }
 }
@@ -107,6 +111,10 @@ impl fmt::Display for Verdict {
             "{} busy, {} timed out, {} cancelled, {} evictions, {} lost",
             self.busy, self.timeouts, self.cancelled, self.evictions, self.lost
         )?;
+        for excused in self.excused.chunk_by(|one, other| one.kind == other.kind) {
+            let (times, kind) = (excused.len(), excused[0].kind);
+            writeln!(f, "excused by the faults, {times} times: {kind}")?;
+        }
         if self.ok {
             let order = if self.ordered { "first come first served, " } else { "" };
             return write!(f, "ok: one at a time, {order}tokens grow, all free at the end");

@@ -208,7 +208,7 @@ impl Worker {
             }
             self.see_valid(claim, guard);
         }
-        if !self.job.hold.is_zero() {
+        if !self.job.hold.is_zero() && self.dice.chance(10) {
             let until = Recorder::now() + nanos(self.dice.span(self.job.hold));
             while Recorder::now() < until && self.see_valid(claim, guard) {
                 tokio::time::sleep(Duration::from_millis(5)).await;

@@ -226,10 +226,8 @@ fn no_engine(scheme: &str) -> Error {
         }
         None => {
             let known: Vec<&str> = SCHEMES.iter().map(|(known, _)| *known).collect();
-            Error::invalid(format!(
-                "unknown scheme {scheme:?} in the engine's URL; use file:/path, memory:, or one of {}",
-                known.join(", ")
-            ))
+            let known = known.join(", ");
+            Error::invalid(format!("unknown scheme {scheme:?} in the engine's URL; use one of {known}, memory"))
         }
     }
 }

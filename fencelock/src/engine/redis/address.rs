@@ -202,11 +202,18 @@ pub(in crate::engine) fn connection_info(url: &Url, text: &str) -> Result<(Conne
     let scheme = &url.scheme;
     let bare = text.split_once('?').map_or(text, |(bare, _)| bare);
     let bare = bare.strip_prefix("redis+").unwrap_or(bare);
+    let bad = |what: &str| {
+        let form = match scheme.as_str() {
+            "redlock" | "redlocks" => "host[:port],host[:port],…[/db]",
+            _ => "host[:port][/db], or redis+unix:///path",
+        };
+        Error::invalid(format!("{what}; write {scheme}://[user:password@]{form}"))
+    };
+    if !bare.starts_with("unix:") {
+        check_parts(bare).map_err(bad)?;
+    }
     let info = bare.into_connection_info().map_err(|error| {
-        Error::invalid(format!(
-            "not a Redis URL; write {scheme}://[user:password@]host[:port][/db], or redis+unix:///path"
-        ))
-        .caused_by(error.detail().unwrap_or("it cannot be parsed").to_owned())
+        bad("not a Redis URL").caused_by(error.detail().unwrap_or("it cannot be parsed").to_owned())
     })?;
     if matches!(info.addr(), ConnectionAddr::TcpTls { insecure: true, .. }) {
         return Err(Error::invalid(
@@ -224,6 +231,28 @@ pub(in crate::engine) fn connection_info(url: &Url, text: &str) -> Result<(Conne
         _ => scheme.clone(),
     };
     Ok((info, address))
+}
+
+/// What is wrong with `scheme://[user:password@]host[:port][/db]`. Nothing of it is shown: if a part is missing, a password may
+/// stand anywhere.
+fn check_parts(bare: &str) -> Result<(), &'static str> {
+    let (_, rest) = bare.split_once("://").ok_or("the URL has no //")?;
+    let (host, db) = rest.split_once('/').unwrap_or((rest, ""));
+    if db.contains('@') || rest.contains('#') && !rest.ends_with("#insecure") {
+        return Err("the URL cannot be taken apart: in a password, / is written as %2F and # as %23");
+    }
+    let host = host.rsplit_once('@').map_or(host, |(_, host)| host);
+    if host.is_empty() || host.starts_with(':') {
+        return Err("the URL names no host");
+    }
+    if host_and_port(host, PORT).is_none_or(|(_, port)| port == 0) {
+        return Err("the port in the URL is no number from 1 to 65535");
+    }
+    let db = db.trim_end_matches("#insecure").trim_end_matches('/');
+    if !db.is_empty() && !db.parse::<i64>().is_ok_and(|db| db >= 0) {
+        return Err("the database in the URL is no number");
+    }
+    Ok(())
 }
 
 /// `[user:password@]host[:port],host[:port],…`, for Sentinels followed by `/master-name[/db]`.
@@ -278,4 +307,41 @@ pub(super) fn host_and_port(text: &str, usual: u16) -> Option<(String, u16)> {
     };
     let host = host.trim_start_matches('[').trim_end_matches(']');
     (!host.is_empty()).then(|| (host.to_owned(), port))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_says_which_part_of_the_url_is_wrong_and_shows_no_password() {
+        for (bad, named) in [
+            ("redis:host", "//"),
+            ("redis://", "no host"),
+            ("redis://:6379", "no host"),
+            ("redis://bob:secret@", "no host"),
+            ("redis://bob:secret@:6379", "no host"),
+            ("redis://host:99999", "port"),
+            ("redis://host:0", "port"),
+            ("redis://bob:secret", "port"),
+            ("redis://host/abc", "database"),
+            ("redis://host/-1", "database"),
+            ("redis://bob:a/secret@host", "%2F"),
+            ("redis://bob:a#secret@host", "%23"),
+            ("rediss://host#insecure", "ca="),
+        ] {
+            let error = connection_info(&Url::parse(bad).unwrap(), bad).err().unwrap_or_else(|| panic!("{bad}"));
+            let error = format!("{error:?} {error}");
+            assert!(error.contains(named) && !error.contains("secret"), "{bad}: {error}");
+        }
+        for (good, address) in [
+            ("redis://bob:secret@host/2", "redis://host:6379/2"),
+            ("redis://host/", "redis://host:6379"),
+            ("redis://[::1]:7000", "redis://::1:7000"),
+            ("redis://bob:a%2Fb%23c%3Fd%40e@host:7000", "redis://host:7000"),
+            ("redis+unix:///run/redis.sock", "redis+unix:///run/redis.sock"),
+        ] {
+            assert_eq!(connection_info(&Url::parse(good).unwrap(), good).unwrap().1, address, "{good}");
+        }
+    }
 }

@@ -73,8 +73,8 @@ pub(super) fn fault(error: RedisError, sent: bool) -> Fault {
     }
 }
 
-/// The code of an error. Servers before 7.0 hide that of a command inside of a script in the text; a right that a script lacks
-/// has no code of its own on any of them.
+/// The code of an error. Servers before 7.0 hide that of a command inside of a script in the text; a right that a script lacks,
+/// and a database that is not there, have no code of their own on any of them.
 fn code(error: &RedisError) -> String {
     let code = error.code().unwrap_or_default();
     match error.detail() {
@@ -87,6 +87,9 @@ fn code(error: &RedisError) -> String {
 fn code_in_text(text: &str) -> Option<&str> {
     if text.contains("The user executing the script can't") {
         return Some("NOPERM");
+    }
+    if text.contains("DB index is out of range") {
+        return Some("NODB");
     }
     // "Error running script (call to f_…): @user_script:36: @user_script: 36: -READONLY You can't write …"
     let (_, told) = text.rsplit_once("@user_script")?;
@@ -132,6 +135,11 @@ fn with_code(code: &str) -> (ErrorKind, &'static str, bool) {
         "NOPERM" => (
             ErrorKind::Invalid,
             "the server's ACL does not let this user do it; docs/engines/redis.md lists the rights that are needed",
+            false,
+        ),
+        "NODB" => (
+            ErrorKind::Invalid,
+            "the server has no database of this number; choose another after the host in the URL, or leave it out",
             false,
         ),
         "WRONGTYPE" => {

@@ -5,7 +5,7 @@
 
 use crate::redis::free_port;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -86,6 +86,8 @@ impl Counters {
 #[derive(Debug)]
 pub struct Proxy {
     port: u16,
+    /// Where new connections lead to.
+    server: Arc<AtomicU16>,
     faults: Arc<watch::Sender<Faults>>,
     counters: Arc<Counters>,
     _runtime: tokio::sync::oneshot::Sender<()>,
@@ -101,7 +103,8 @@ impl Proxy {
         let (faults, seen) = watch::channel(Faults::default());
         let (keep, end) = tokio::sync::oneshot::channel::<()>();
         let counters = Arc::new(Counters::default());
-        let listening = Listening { port, server, faults: seen, counters: Arc::clone(&counters) };
+        let server = Arc::new(AtomicU16::new(server));
+        let listening = Listening { port, server: Arc::clone(&server), faults: seen, counters: Arc::clone(&counters) };
         let (ready, is_ready) = std::sync::mpsc::channel();
         // A thread of its own: whatever the test does with its runtime, the network goes on.
         std::thread::spawn(move || {
@@ -117,7 +120,7 @@ impl Proxy {
             });
         });
         is_ready.recv().expect("the proxy listens");
-        Self { port, faults: Arc::new(faults), counters, _runtime: keep }
+        Self { port, server, faults: Arc::new(faults), counters, _runtime: keep }
     }
 
     /// The port to connect to instead of the server's.
@@ -133,6 +136,11 @@ impl Proxy {
     fn change(&self, change: impl FnOnce(&mut Faults, u64)) {
         let next = self.counters.next.load(Ordering::SeqCst);
         self.faults.send_modify(|faults| change(faults, next));
+    }
+
+    /// New connections lead to another server; the present ones stay.
+    pub fn lead_to(&self, server: u16) {
+        self.server.store(server, Ordering::SeqCst);
     }
 
     /// Cuts all connections.
@@ -224,7 +232,7 @@ impl Proxy {
 
 struct Listening {
     port: u16,
-    server: u16,
+    server: Arc<AtomicU16>,
     faults: watch::Receiver<Faults>,
     counters: Arc<Counters>,
 }
@@ -254,7 +262,7 @@ impl Listening {
                     let number = self.counters.next.fetch_add(1, Ordering::SeqCst);
                     let faults = self.faults.clone();
                     let connection = Connection { number, faults, counters: Arc::clone(&self.counters), holed: AtomicBool::new(false) };
-                    tokio::spawn(connection.run(client, SocketAddr::from(([127, 0, 0, 1], self.server))));
+                    tokio::spawn(connection.run(client, SocketAddr::from(([127, 0, 0, 1], self.server.load(Ordering::SeqCst)))));
                 },
             }
         }

@@ -234,8 +234,9 @@ impl Guard {
         }
         let cared_for = self.client.keeper().forget(held);
         // A loss that the keeper has not dealt with yet: nobody else tells the engine.
-        let ours = (held.mark_released().is_ok() || cared_for) && !held.borrowed;
-        ours.then(|| Ending::new(self.client.clone(), held.hold.clone()))
+        let lost = held.mark_released().is_err();
+        let ours = (!lost || cared_for) && !held.borrowed;
+        ours.then(|| Ending::new(self.client.clone(), Hold { again: lost, ..held.hold.clone() }))
     }
 }
 
@@ -276,7 +277,9 @@ impl Ending {
 
     /// Tells the engine, and what it answered.
     pub(crate) async fn finish(mut self) -> Result<Release> {
-        let Some(hold) = self.hold.clone() else { return Ok(Release::NotHeld) };
+        let Some(kept) = &mut self.hold else { return Ok(Release::NotHeld) };
+        let hold = kept.clone();
+        kept.again = true;
         let answer = self.client.engine().release(&hold).await?;
         self.hold = None;
         Ok(answer)

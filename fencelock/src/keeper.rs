@@ -403,7 +403,8 @@ impl Keeper {
         let jobs: Vec<Hold> = {
             let mut table = self.table();
             table.fresh.clear();
-            std::mem::take(&mut table.jobs).into_values().collect()
+            // The keeper may have begun with some of them.
+            std::mem::take(&mut table.jobs).into_values().map(|hold| Hold { again: true, ..hold }).collect()
         };
         if jobs.is_empty() {
             return;
@@ -596,7 +597,7 @@ impl Keeper {
         }
     }
 
-    async fn release_with_retries(&self, id: u64, hold: Hold) {
+    async fn release_with_retries(&self, id: u64, mut hold: Hold) {
         let give_up = self.clock.now().after(hold.ttl * 2 + RELEASE_ATTEMPT);
         let mut pause = Duration::from_millis(20);
         loop {
@@ -610,6 +611,7 @@ impl Keeper {
                 break;
             }
             tracing::debug!(name = %hold.name, "release failed, trying again: {why}");
+            hold.again = true;
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(Duration::from_secs(1));
         }

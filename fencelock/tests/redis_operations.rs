@@ -64,7 +64,9 @@ async fn a_loading_server_is_waited_for() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_replica_is_unavailable_until_it_is_a_master_again() {
     let server = RedisServer::start();
-    let (client, hasty) = (server.client().await, hasty(&server).await);
+    // What is in between is a quarantine otherwise: redis_takeover.rs.
+    let at = |options: &str| connect(format!("{}?quarantine=off{options}", server.url()));
+    let (client, hasty) = (at("").await.unwrap(), at("&patience=200ms").await.unwrap());
     for mode in MODES {
         let guard = hold(&client, mode).await;
         server.run(&["REPLICAOF", "127.0.0.1", "1"]);

@@ -447,6 +447,58 @@ pub fn deafen_replicas(master: &RedisServer) {
     }
 }
 
+/// A master and a replica that nobody watches over.
+#[derive(Debug)]
+pub struct RedisPair {
+    /// At first.
+    pub master: RedisServer,
+    /// At first.
+    pub replica: RedisServer,
+}
+
+impl RedisPair {
+    /// Starts both, and waits until the one follows the other.
+    pub async fn start() -> Self {
+        let master = RedisServer::options().set("repl-diskless-sync-delay", "0").start();
+        let replica = RedisServer::options().set("repl-diskless-sync-delay", "0").start();
+        let pair = Self { master, replica };
+        pair.replica.follow(&pair.master).await;
+        pair
+    }
+
+    /// The master dies, and the replica is promoted.
+    pub fn fail_over(&mut self) {
+        self.master.kill();
+        self.replica.promote();
+    }
+}
+
+impl RedisServer {
+    /// Becomes a replica of another server, and waits until it follows.
+    pub async fn follow(&self, master: &RedisServer) {
+        self.run(&["REPLICAOF", "127.0.0.1", &master.port().to_string()]);
+        let linked = || self.ask::<String>(&["INFO", "replication"]).contains("master_link_status:up");
+        crate::wait::eventually("the replica follows", async || linked()).await;
+    }
+
+    /// Waits until it has all that was written to the server that it follows.
+    pub async fn catch_up_with(&self, master: &RedisServer) {
+        let offset = |server: &RedisServer, what: &str| {
+            let info = server.ask::<String>(&["INFO", "replication"]);
+            info.lines().find_map(|line| line.strip_prefix(what)).and_then(|text| text.trim().parse::<u64>().ok())
+        };
+        crate::wait::eventually("the replica has it", async || {
+            offset(self, "slave_repl_offset:") >= offset(master, "master_repl_offset:")
+        })
+        .await;
+    }
+
+    /// Becomes a master.
+    pub fn promote(&self) {
+        self.run(&["REPLICAOF", "NO", "ONE"]);
+    }
+}
+
 /// A server of its own as the subject of a conformance check.
 #[derive(Debug)]
 pub struct RedisSubject {

@@ -88,6 +88,13 @@ impl Cluster {
         let mut repeated = false;
         loop {
             let (node, asking) = way.node().await?;
+            let again;
+            let op = if repeated {
+                again = op.again();
+                &again
+            } else {
+                op
+            };
             let outcome = if asking { node.post.submit_asking(op).await } else { node.post.submit(op).await };
             match outcome {
                 Ok(answer) => return Ok(Answer { repeated: answer.repeated | repeated, ..answer }),
@@ -111,17 +118,6 @@ impl Cluster {
             match node.post.ask(&command).await {
                 Err(fault) if !fault.no_script => way.goes_on(fault).await?,
                 answer => return answer,
-            }
-        }
-    }
-
-    pub(super) async fn announce(&self, slot: u16, lease: Duration) -> Result<(), Fault> {
-        let mut way = Way::to(self, slot);
-        loop {
-            let (node, _) = way.node().await?;
-            match node.post.announce(lease).await {
-                Err(fault) => way.goes_on(fault).await?,
-                done => return done,
             }
         }
     }

@@ -14,14 +14,15 @@
 --   D  ends of the leases of those who hold together, in µs: a sorted set by owner
 --   X  tombstones, of all locks that share T: owners whose claims were given up and must not come to life by a late message, each
 --      followed by K; a sorted set by time in ms. It is there also if there is a Q.
--- ARGV: life of T in ms; 1 in quarantine (see takeover.lua: nothing is granted to new owners, except by the release of one who
---   holds alone), 0 otherwise, and on a cluster behind it how inboxes are named (s: or p: and what is appended); then per group:
+-- ARGV: life of T in ms; 1 in quarantine (see takeover.lua: nothing is granted to new owners, except by the first release of
+--   one who holds alone), 0 otherwise, and on a cluster behind it how inboxes are named (s: or p: and what is appended); then per group:
 --   operation, count; for a, t and n also ttl in ms and what is noted of the owners (\n session \n label); then each owner
 --   (for n, r and x the owner is followed by ':' token \n if that is known: then only this hold is meant, and no other one of
 --   the same owner; for v by that of the newest hold that is meant, 0 for a foreigner)
 -- Operations; a and t are followed by the mode (e, s, p) and, unless both are 0, ':' permits ':' time of arrival:
 --   a acquire or wait; also a waiter's look at its place (idempotent)   t acquire or leave it
---   r release   x release for good: leaves a tombstone   n renew   v evict all holders up to a token
+--   r release   R the same when an earlier attempt may have been carried out, perhaps by the predecessor of this server
+--   x release for good: leaves a tombstone   n renew   v evict all holders up to a token
 -- Reply: server time in µs if that mattered, 0 otherwise; then per group its number if all its replies are that number, and else
 --   all of them:
 --   token held for the ttl          {2, arrival, look again in ms, 1 if a foreigner holds and this is the first} waiting
@@ -301,14 +302,15 @@ local function set_up(T, X, tag, now, newest)
     return not known or token == '' or token == known
   end
 
-  -- Takes an owner out, wherever it stands: 1 held, 2 waited, 0 neither. With a token, only the hold that has it.
-  local function remove(K, Q, W, D, owner, token)
+  -- Takes an owner out, wherever it stands: 1 held, 2 waited, 0 neither. With a token, only the hold that has it. `first_time`: nobody
+  -- else can have been granted the lock because of an earlier attempt.
+  local function remove(K, Q, W, D, owner, token, first_time)
     local cur = call('GET', K)
     local alone, known = owner_of(cur)
     local surely_free = false
     if alone == owner and (token == '' or token == known) then
       call('DEL', K)
-      surely_free = true
+      surely_free = first_time
     elseif together(cur) and is_hold(W, owner, token) and call('ZREM', D, owner) == 1 then
       call('HDEL', W, owner)
       if call('ZCARD', D) == 0 then call('DEL', K) else prolong(K, W, D) end
@@ -324,7 +326,7 @@ local function set_up(T, X, tag, now, newest)
   end
 
   local function release(K, Q, W, D, op, owner, token)
-    local found = remove(K, Q, W, D, owner, token)
+    local found = remove(K, Q, W, D, owner, token, op == 'r')
     if op == 'x' then
       -- At the end: a server without memory refuses it, but not after something was removed.
       local ms = math.floor(now / 1000)
@@ -388,7 +390,7 @@ local function set_up(T, X, tag, now, newest)
   local function carry_out(K, op, who, ttl, note)
     local Q, W, D = 'fencelock:q:' .. tag .. K, 'fencelock:w:' .. tag .. K, 'fencelock:d:' .. tag .. K
     local owner, token = match(who, '^(%x+):?(%d*)\n?$')
-    if op == 'r' or op == 'x' then return release(K, Q, W, D, op, owner, token) end
+    if op == 'r' or op == 'R' or op == 'x' then return release(K, Q, W, D, op, owner, token) end
     if op == 'n' then return renew(K, W, D, owner, token, ttl) end
     if op == 'v' then return evict(K, Q, W, D, tonumber(token)) end
     local what, mode, of, arrival = match(op, '^(%a)(%a):?(%d*):?(%d*)$')
@@ -413,7 +415,7 @@ local key, at = 1, 3
 while ARGV[at] do
   local op, count, ttl, note = ARGV[at], tonumber(ARGV[at + 1]), nil, nil
   at = at + 2
-  if op ~= 'r' and op ~= 'x' and op ~= 'v' then
+  if op ~= 'r' and op ~= 'R' and op ~= 'x' and op ~= 'v' then
     ttl, note = ARGV[at], ARGV[at + 1]
     at = at + 2
   end

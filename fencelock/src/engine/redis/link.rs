@@ -5,10 +5,10 @@ use super::fault::{Fault, fault};
 use super::find::Finder;
 use super::key::tag_of;
 use super::post::millis;
-use super::takeover::{self, Policy, Quarantine, Server};
+use super::takeover::{self, History, Policy, Quarantine, Server, Sign};
 use super::wire::{News, Told, Wire, answered};
-use crate::Owner;
 use crate::clock::ServerTime;
+use crate::{Clock, Error, ErrorKind, Moment, Owner};
 use redis::{Cmd, RedisError, RedisResult, Value};
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -48,7 +48,9 @@ type Listens = Arc<Mutex<HashSet<u16>>>;
 pub(super) struct Open {
     wire: Wire,
     generation: u64,
-    quarantine: Option<Quarantine>,
+    quarantine: Arc<Sign>,
+    /// Whose writes the server had when it was connected to.
+    history: Option<History>,
     /// Channels can belong to a slot, so that their messages stay on one node of a cluster (Redis 7).
     sharded: bool,
     /// Slots for which words are listened to, on a cluster.
@@ -61,7 +63,7 @@ impl Open {
     }
 
     pub(super) fn quarantine(&self) -> Option<Quarantine> {
-        self.quarantine.filter(|quarantine| !quarantine.left().is_zero())
+        self.quarantine.read().filter(|quarantine| !quarantine.left().is_zero())
     }
 
     /// What `line.lua` appends to the names of inboxes on a cluster; starts with `s` if they are sharded.
@@ -92,10 +94,15 @@ pub(super) struct Link {
     open: Mutex<Option<Open>>,
     /// The longest lease that a successor of this server would wait for on behalf of this client, in ms.
     announced: AtomicU64,
+    /// When something was sent last that the server has answered as a master, in ns of the clock since boot.
+    heard: AtomicU64,
     /// Only one task connects.
     connecting: tokio::sync::Mutex<()>,
     server_time: ServerTime,
 }
+
+/// A connection over which nothing was heard for longer may lead to a server that was a replica meanwhile.
+const QUIET: Duration = Duration::from_secs(1);
 
 /// Numbers connections, of all links.
 static GENERATION: AtomicU64 = AtomicU64::new(1);
@@ -106,6 +113,7 @@ impl Link {
             plan,
             open: Mutex::new(None),
             announced: AtomicU64::new(0),
+            heard: AtomicU64::new(0),
             connecting: tokio::sync::Mutex::new(()),
             server_time: ServerTime::default(),
         }
@@ -126,15 +134,26 @@ impl Link {
 
     /// Gives up a connection that broke, if it is still the one in use.
     pub(super) fn broke(&self, generation: u64) {
+        self.give_up(|open| open.generation == generation);
+    }
+
+    /// The same when everybody knows.
+    pub(super) fn forget(&self, generation: u64) {
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
-        if open.as_ref().is_some_and(|open| open.generation == generation) {
-            *open = None;
-        }
+        open.take_if(|open| open.generation == generation);
     }
 
     /// Gives up the connection, whichever it is.
     pub(super) fn drop_connection(&self) {
-        *self.open.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.give_up(|_| true);
+    }
+
+    /// Words may be missed from now on, and whoever is connected to next may not know of our holds.
+    fn give_up(&self, which: impl FnOnce(&Open) -> bool) {
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(given_up) = open.take_if(|open| which(open)) {
+            let _ = self.plan.pushes.send((given_up.generation, Push::Broken));
+        }
     }
 
     /// Resolves when another server has become the one to talk to.
@@ -181,13 +200,16 @@ impl Link {
         };
         // Nothing that matters was sent: whatever went wrong, the engine was not reached.
         let mut wire = connecting.await.map_err(|error| fault(error, false))?;
-        let mut open = Open { wire: wire.clone(), generation, quarantine: None, sharded: false, listens };
+        let mut open =
+            Open { wire: wire.clone(), generation, quarantine: Arc::default(), history: None, sharded: false, listens };
         if self.plan.policy != Policy::Off || self.is_in_cluster() {
             let server = takeover::look(&mut wire).await?;
             open.sharded = server.sharded_channels();
             let longest = self.plan.longest.load(Ordering::Relaxed);
-            open.quarantine = self.check(&mut wire, &server, longest).await?;
+            open.quarantine.put(self.check(&mut wire, &server, longest).await?);
+            open.history = Some(server.history().clone());
             self.announced.store(longest, Ordering::Relaxed);
+            self.heard(Clock::Boot.now());
         }
         if let Some(quarantine) = open.quarantine() {
             tracing::warn!("nothing is granted to new owners for {:.1?}: {}", quarantine.left(), quarantine.reason());
@@ -221,31 +243,51 @@ impl Link {
         takeover::check(wire, server, self.plan.policy, Duration::from_millis(longest), &self.place()).await
     }
 
-    /// Whether a successor of this server would wait for as long as this lease.
-    pub(super) fn is_announced(&self, lease: Duration) -> bool {
-        self.plan.policy == Policy::Off || self.announced.load(Ordering::Relaxed) >= millis(lease)
+    /// The server has answered as a master what was sent at this moment.
+    pub(super) fn heard(&self, sent: Moment) {
+        self.heard.store(sent.as_nanos(), Ordering::Relaxed);
     }
 
-    /// Makes sure that a successor of this server would wait for as long as this lease.
-    pub(super) async fn announce(&self, lease: Duration) -> Result<(), Fault> {
-        if self.is_announced(lease) {
+    /// Makes sure that a successor of this server would wait for as long as this lease; and if `fresh`, that this server has not
+    /// followed another master since it was connected to. Connections outlive that.
+    pub(super) async fn vouch(&self, open: &Open, lease: Duration, fresh: bool) -> Result<(), Fault> {
+        if self.plan.policy == Policy::Off {
             return Ok(());
         }
-        let longest = millis(lease);
-        // Whichever server is connected to next hears of it, too.
-        self.plan.longest.fetch_max(longest, Ordering::Relaxed);
-        let open = self.open().await?;
-        let mut wire = open.wire.clone();
-        let announcing = async {
-            let server = takeover::look(&mut wire).await?;
-            self.check(&mut wire, &server, longest).await
-        };
-        if let Err(fault) = announcing.await {
-            if fault.broken {
-                self.broke(open.generation);
-            }
-            return Err(fault);
+        let announced = self.announced.load(Ordering::Relaxed) >= millis(lease);
+        let heard = Duration::from_nanos(self.heard.load(Ordering::Relaxed));
+        let quiet = fresh && Duration::from_nanos(Clock::Boot.now().as_nanos()).saturating_sub(heard) > QUIET;
+        // Somebody may have prolonged it.
+        let over = open.quarantine.read().is_some_and(|quarantine| quarantine.left().is_zero());
+        if announced && !quiet && !over {
+            return Ok(());
         }
+        // In a box: everybody passes here, and hardly anybody stays.
+        let vouched = Box::pin(async {
+            if quiet {
+                self.see_history(open).await?;
+            }
+            if announced && !over { Ok(()) } else { self.announce(open, lease).await }
+        });
+        vouched.await.inspect_err(|_| self.broke(open.generation))
+    }
+
+    async fn see_history(&self, open: &Open) -> Result<(), Fault> {
+        let now = Clock::Boot.now();
+        let history = takeover::look_at_history(&mut open.wire.clone()).await?;
+        if open.history.as_ref().is_some_and(|then| history.has_turned_since(then)) {
+            return Err(turned());
+        }
+        self.heard(now);
+        Ok(())
+    }
+
+    async fn announce(&self, open: &Open, lease: Duration) -> Result<(), Fault> {
+        // Whichever server is connected to next hears of it, too.
+        let longest = self.plan.longest.fetch_max(millis(lease), Ordering::Relaxed).max(millis(lease));
+        let mut wire = open.wire.clone();
+        let server = takeover::look(&mut wire).await?;
+        open.quarantine.put(self.check(&mut wire, &server, longest).await?);
         self.announced.fetch_max(longest, Ordering::Relaxed);
         Ok(())
     }
@@ -303,6 +345,10 @@ impl Link {
     pub(super) fn server_time(&self) -> &ServerTime {
         &self.server_time
     }
+}
+
+fn turned() -> Fault {
+    Fault::passing(Error::new(ErrorKind::Unavailable, "the server has taken over from another one meanwhile"))
 }
 
 /// Waits until a server has confirmed a subscription.

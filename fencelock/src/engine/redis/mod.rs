@@ -392,9 +392,6 @@ impl Engine for RedisEngine {
     async fn acquire(&self, claim: &Claim, wait: bool) -> Result<Option<Grant>> {
         check_name(&claim.name)?;
         let op = self.claim_op(claim, wait);
-        if !self.nodes.is_announced(claim.ttl) {
-            Box::pin(self.nodes.announce(&op.key, claim.ttl)).await.map_err(told)?;
-        }
         let breaks = if wait { self.waiting().breaks } else { 0 };
         let answer = self.nodes.submit(&op).await.map_err(told)?;
         match answer.reply {
@@ -431,7 +428,11 @@ impl Engine for RedisEngine {
     async fn release(&self, hold: &Hold) -> Result<Release> {
         // A claim that was given up before its answer came, or was sent twice, may still be on its way.
         let once = hold.seat.is_some_and(|seat| seat & 1 == 0);
-        let code = if once { "r" } else { "x" };
+        let code = match (once, hold.again) {
+            (true, false) => "r",
+            (true, true) => "R",
+            (false, _) => "x",
+        };
         match self.nodes.submit(&self.hold_op(code, hold)).await.map_err(told)? {
             Answer { reply: Reply::Released(1), .. } => Ok(Release::Freed),
             Answer { reply: Reply::Released(2), .. } => Ok(Release::Withdrawn),
@@ -483,7 +484,7 @@ impl Engine for RedisEngine {
             let push = tokio::select! {
                 push = arrived.recv() => match push {
                     Some((generation, Push::Broken)) => {
-                        self.nodes.all().iter().for_each(|node| node.link.broke(generation));
+                        self.nodes.all().iter().for_each(|node| node.link.forget(generation));
                         Push::Broken
                     }
                     Some((_, push)) => push,

@@ -69,22 +69,6 @@ impl Nodes {
         }
     }
 
-    /// Whether it is known that a successor of whichever server would wait for as long as this lease.
-    pub(super) fn is_announced(&self, lease: Duration) -> bool {
-        match self {
-            Nodes::One(node) => node.link.is_announced(lease),
-            Nodes::Cluster(_) => false,
-        }
-    }
-
-    /// Makes sure that a successor of the lock's server would wait for as long as this lease.
-    pub(super) async fn announce(&self, key: &Key, lease: Duration) -> Result<(), Fault> {
-        match self {
-            Nodes::One(node) => node.post.announce(lease).await,
-            Nodes::Cluster(cluster) => cluster.announce(key.slot, lease).await,
-        }
-    }
-
     /// For how long nothing is granted on the lock's server, and why.
     pub(super) fn quarantine(&self, key: &Key) -> Option<Quarantine> {
         match self {

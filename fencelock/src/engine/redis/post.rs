@@ -43,7 +43,7 @@ pub(super) struct Op {
 impl Op {
     /// Whether the script wants to know its ttl and what is noted of its owner.
     fn has_ttl(&self) -> bool {
-        !matches!(&*self.code, "r" | "x" | "v")
+        !matches!(&*self.code, "r" | "R" | "x" | "v")
     }
 
     /// Whether its owner may stand in line afterwards.
@@ -51,9 +51,19 @@ impl Op {
         self.code.starts_with('a')
     }
 
+    /// The same when an earlier attempt may have been carried out.
+    pub(super) fn again(&self) -> Self {
+        Self { code: again(&self.code).to_owned().into(), ..self.clone() }
+    }
+
     /// Whether its answer may say that its owner holds.
     fn may_hold(&self) -> bool {
         self.code.starts_with(['a', 't', 'n'])
+    }
+
+    /// Whether somebody may hold because of it whom the server does not know as a holder yet, nor as the successor of one.
+    fn may_let_in(&self) -> bool {
+        !matches!(&*self.code, "r" | "n")
     }
 
     fn travels_with(&self, other: &Op) -> bool {
@@ -63,6 +73,11 @@ impl Op {
         };
         self.code == other.code && (!self.has_ttl() || self.ttl == other.ttl && same_note)
     }
+}
+
+/// The code of an operation when an earlier attempt may have been carried out.
+fn again(code: &str) -> &str {
+    if code == "r" { "R" } else { code }
 }
 
 /// An owner, or one of its holds: owner ':' token '\n'. Kept in place, since it is built for every operation.
@@ -219,10 +234,11 @@ impl Post {
     /// Carries out one operation.
     pub(super) async fn submit(self: &Arc<Self>, op: &Op) -> Outcome {
         let mut orphaned = false;
+        let mut op = Cow::Borrowed(op);
         loop {
-            let outcome = match self.stand_at_desk(op) {
+            let outcome = match self.stand_at_desk(&op) {
                 Ok(_call) => {
-                    let mut outcomes = self.deliver_alone(op).await;
+                    let mut outcomes = self.deliver_alone(&op).await;
                     outcomes.pop().unwrap_or_else(|| Err(Fault::unreadable()))
                 }
                 Err(told) => match told.await {
@@ -230,6 +246,7 @@ impl Post {
                     // The runtime of whoever carried it is gone. It may have been sent.
                     Err(_) => {
                         orphaned = true;
+                        op = Cow::Owned(op.again());
                         continue;
                     }
                 },
@@ -286,8 +303,8 @@ impl Post {
             Err(fault) if fault.refused => {
                 let mut outcomes = Vec::with_capacity(ops.len());
                 for op in ops {
-                    let alone = self.deliver_alone(op.borrow()).await.pop();
                     // The batch may have got as far as this one before it was refused.
+                    let alone = self.deliver_alone(&op.borrow().again()).await.pop();
                     let alone = alone.unwrap_or_else(|| Err(Fault::unreadable()));
                     outcomes.push(alone.map(|answer| Answer { repeated: true, ..answer }));
                 }
@@ -356,6 +373,7 @@ impl Post {
         repeated: bool,
     ) -> Result<Vec<Answer>, Fault> {
         let open = self.link.open().await?;
+        self.link.vouch(&open, groups.longest_lease(), groups.any(Op::may_let_in)).await?;
         let waits = self.rules.by_slot && groups.any(Op::may_wait);
         let listening = if waits { self.link.listen_at(&open, groups.slot) } else { None };
         let mut packed = Vec::with_capacity(512 + groups.count * 128);
@@ -363,10 +381,10 @@ impl Post {
             packed.extend(redis::cmd("ASKING").get_packed_command());
         }
         let at = usize::from(asking);
-        self.pack(&mut packed, groups, by_hash, &open);
+        self.pack(&mut packed, groups, by_hash, repeated, &open);
         let replicas = self.rules.replicas > 0 && groups.any(Op::may_hold);
         if replicas {
-            let span = (groups.shortest() / 3).min(self.link.timeout() / 2);
+            let span = (groups.shortest_lease() / 3).min(self.link.timeout() / 2).max(Duration::from_millis(1));
             packed.extend(redis::cmd("WAIT").arg(self.rules.replicas).arg(millis(span)).get_packed_command());
         }
         let sent = Clock::Boot.now();
@@ -375,22 +393,13 @@ impl Post {
             self.link.listens(&open, groups.slot, told).await?;
         }
         let values = values?;
+        self.link.heard(sent);
         let (server, replies) = values.get(at).and_then(|value| read(value, groups)).ok_or_else(Fault::unreadable)?;
         if server > 0 {
             self.link.server_time().note(sent, server);
         }
         let replicas = values.get(at + 1).and_then(number).map(|have| usize::try_from(have).unwrap_or(usize::MAX));
         Ok(replies.into_iter().map(|reply| Answer { reply, sent, repeated, replicas }).collect())
-    }
-
-    /// Makes sure that a successor of the server would wait for as long as this lease; with repetitions.
-    pub(super) async fn announce(&self, lease: Duration) -> Result<(), Fault> {
-        let give_up = Clock::Boot.now().after(self.rules.patience);
-        let mut pause = Duration::from_millis(10);
-        while let Err(fault) = self.link.announce(lease).await {
-            wait_it_out(fault, give_up, &mut pause).await?;
-        }
-        Ok(())
     }
 
     /// Asks something that changes nothing, with repetitions.
@@ -535,8 +544,16 @@ impl Groups<'_> {
         self.members().map(|op| op.ttl).max().unwrap_or_default()
     }
 
-    fn shortest(&self) -> Duration {
-        self.members().map(|op| op.ttl).min().unwrap_or_default()
+    fn leases(&self) -> impl Iterator<Item = Duration> {
+        self.members().filter(|op| op.may_hold()).map(|op| op.ttl)
+    }
+
+    fn longest_lease(&self) -> Duration {
+        self.leases().max().unwrap_or_default()
+    }
+
+    fn shortest_lease(&self) -> Duration {
+        self.leases().min().unwrap_or_default()
     }
 }
 
@@ -562,7 +579,7 @@ impl Packer<'_> {
 }
 
 impl Post {
-    fn pack(&self, packed: &mut Vec<u8>, groups: &Groups<'_>, by_hash: bool, open: &Open) {
+    fn pack(&self, packed: &mut Vec<u8>, groups: &Groups<'_>, by_hash: bool, repeated: bool, open: &Open) {
         let keys = groups.count + if self.rules.by_slot { 2 } else { 1 };
         let heads: usize = groups.groups.iter().map(|group| if group.like.has_ttl() { 4 } else { 2 }).sum();
         let mut packer = Packer(packed);
@@ -587,7 +604,7 @@ impl Post {
             packer.text(quarantined);
         }
         for Group { like, members } in &groups.groups {
-            packer.text(&*like.code);
+            packer.text(if repeated { again(&like.code) } else { &like.code });
             packer.number(members.len() as u64);
             if like.has_ttl() {
                 packer.number(millis(like.ttl));

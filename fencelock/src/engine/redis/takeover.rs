@@ -5,11 +5,15 @@ use super::fault::{Fault, fault};
 use super::key::{GRANTING, NEWEST, QUARANTINE};
 use super::wire::Wire;
 use crate::{Clock, Error, ErrorKind, Moment};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 /// How long the name of the granting process is kept after the last connection. Tokens, which are refreshed with every grant,
-/// tell of a predecessor after that.
-const KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
+/// tell of a predecessor after that; on a cluster, that it is young and has data.
+const KEPT: Duration = Duration::from_secs(90 * 24 * 3600);
+
+/// How long replicas are waited for when they should know of something.
+const HEARD_IN: Duration = Duration::from_millis(500);
 
 /// Which servers must wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,12 +58,38 @@ impl Quarantine {
     }
 }
 
+/// What a connection knows of the quarantine of its server.
+#[derive(Debug, Default)]
+pub(super) struct Sign {
+    /// In ns of the clock since boot; 0 when there is none.
+    until: AtomicU64,
+    after_predecessor: AtomicBool,
+}
+
+impl Sign {
+    pub(super) fn put(&self, quarantine: Option<Quarantine>) {
+        let after_predecessor = quarantine.is_some_and(|quarantine| quarantine.after_predecessor);
+        self.after_predecessor.store(after_predecessor, Ordering::Relaxed);
+        self.until.store(quarantine.map_or(0, |quarantine| quarantine.until.as_nanos()), Ordering::Release);
+    }
+
+    /// Also when it is over by what was known.
+    pub(super) fn read(&self) -> Option<Quarantine> {
+        let until = self.until.load(Ordering::Acquire);
+        let after_predecessor = self.after_predecessor.load(Ordering::Relaxed);
+        (until > 0).then(|| Quarantine { until: Moment::from_nanos(until), after_predecessor })
+    }
+}
+
 /// What a server tells about itself.
 pub(super) struct Server {
     run: String,
     version: u32,
     age: Duration,
-    promoted: bool,
+    has_data: bool,
+    history: History,
+    /// How many replicas follow it at this moment.
+    replicas: usize,
 }
 
 impl Server {
@@ -67,26 +97,59 @@ impl Server {
     pub(super) fn sharded_channels(&self) -> bool {
         self.version >= 7
     }
+
+    pub(super) fn history(&self) -> &History {
+        &self.history
+    }
+}
+
+/// Whose writes a server has.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct History {
+    id: String,
+    /// It has followed another master before.
+    promoted: bool,
+}
+
+impl History {
+    /// An error when it is not that of a master.
+    fn read(info: &str) -> Result<Self, Fault> {
+        if field(info, "role") == Some("slave") {
+            return Err(Fault::passing(Error::new(
+                ErrorKind::Unavailable,
+                "the server is a read-only replica; name its master in the URL",
+            )));
+        }
+        Ok(Self {
+            id: field(info, "master_replid").unwrap_or("0").to_owned(),
+            promoted: field(info, "master_replid2").is_some_and(|id| id.bytes().any(|digit| digit != b'0')),
+        })
+    }
+
+    /// Whether it has followed somebody else since then. A master that nobody follows may rename its history, and forgets the old name.
+    pub(super) fn has_turned_since(&self, then: &History) -> bool {
+        self.promoted && self.id != then.id
+    }
 }
 
 /// Asks a server about itself. An error when it is not a master.
 pub(super) async fn look(connection: &mut Wire) -> Result<Server, Fault> {
-    let told = |error| fault(error, false);
-    let server: String = redis::cmd("INFO").arg("server").query_async(connection).await.map_err(told)?;
-    let replication: String = redis::cmd("INFO").arg("replication").query_async(connection).await.map_err(told)?;
-    if field(&replication, "role") == Some("slave") {
-        return Err(Fault::passing(Error::new(
-            ErrorKind::Unavailable,
-            "the server is a read-only replica; name its master in the URL",
-        )));
-    }
-    let number = |name| field(&server, name).and_then(|text| text.split('.').next()?.parse::<u32>().ok());
+    let info: String = redis::cmd("INFO").query_async(connection).await.map_err(|error| fault(error, false))?;
+    let number = |name| field(&info, name).and_then(|text| text.split('.').next()?.parse::<u32>().ok());
     Ok(Server {
-        run: field(&server, "run_id").unwrap_or("0").to_owned(),
+        run: field(&info, "run_id").unwrap_or("0").to_owned(),
         version: number("redis_version").unwrap_or(0),
         age: Duration::from_secs(number("uptime_in_seconds").unwrap_or(0).into()),
-        promoted: field(&replication, "master_replid2").is_some_and(|id| id.bytes().any(|digit| digit != b'0')),
+        has_data: info.lines().any(|line| line.starts_with("db") && line.contains(":keys=")),
+        history: History::read(&info)?,
+        replicas: info.lines().filter(|line| line.starts_with("slave") && line.contains("state=online")).count(),
     })
+}
+
+/// Asks a server for its history only.
+pub(super) async fn look_at_history(connection: &mut Wire) -> Result<History, Fault> {
+    let info = redis::cmd("INFO").arg("replication").query_async::<String>(connection).await;
+    History::read(&info.map_err(|error| fault(error, false))?)
 }
 
 /// Finds out whether the server must wait. `place` tells the nodes of a cluster apart; it is empty elsewhere.
@@ -97,19 +160,30 @@ pub(super) async fn check(
     longest: Duration,
     place: &str,
 ) -> Result<Option<Quarantine>, Fault> {
-    let young = if policy == Policy::Strict { longest.saturating_sub(server.age) } else { Duration::ZERO };
-    // On a cluster tokens are kept by slot, and slots move.
-    let keys = if place.is_empty() { vec![GRANTING, QUARANTINE, NEWEST] } else { vec![GRANTING, QUARANTINE] };
+    let younger_than_lease = longest.saturating_sub(server.age);
+    let young = if policy == Policy::Strict { younger_than_lease } else { Duration::ZERO };
+    // On a cluster tokens are kept by slot, and slots move, the one with the marker too.
+    let in_cluster = !place.is_empty();
+    let keys = if in_cluster { vec![GRANTING, QUARANTINE] } else { vec![GRANTING, QUARANTINE, NEWEST] };
+    let younger = if in_cluster && server.has_data { younger_than_lease } else { Duration::ZERO };
     let mut script = redis::cmd("EVAL");
     script.arg(include_str!("takeover.lua")).arg(keys.len());
     for key in keys {
         script.arg(format!("{key}{place}"));
     }
-    script.arg(&server.run).arg(u8::from(server.promoted));
-    script.arg(millis(longest)).arg(millis(KEPT)).arg(millis(young));
-    let answer = script.query_async(connection).await;
-    let (left, after_predecessor): (u64, u8) = answer.map_err(|error| fault(error, false))?;
+    script.arg(&server.run).arg(&server.history.id).arg(u8::from(server.history.promoted));
+    for span in [longest, KEPT, young, younger] {
+        script.arg(millis(span));
+    }
+    let answer = script.query_async(&mut *connection).await;
+    let (left, after_predecessor, is_news): (u64, u8, u8) = answer.map_err(|error| fault(error, false))?;
     let until = Clock::Boot.now().after(Duration::from_millis(left));
+    if is_news == 1 && server.replicas > 0 {
+        // A replica that is promoted should know of it. One that does not listen is not waited for.
+        let known =
+            redis::cmd("WAIT").arg(server.replicas).arg(millis(HEARD_IN)).query_async::<usize>(connection).await;
+        tracing::debug!("{} replicas, of which {known:?} know how long leases last", server.replicas);
+    }
     Ok((left > 0).then_some(Quarantine { until, after_predecessor: after_predecessor == 1 }))
 }
 

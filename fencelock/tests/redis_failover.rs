@@ -4,7 +4,8 @@
 #![cfg(feature = "redis")]
 
 use fencelock::{Client, ErrorKind, Guard, Loss, connect};
-use fencelock_testkit::redis::{RedisCluster, RedisSentinels, RedisServer, deafen_replicas};
+use fencelock_testkit::proxy::Proxy;
+use fencelock_testkit::redis::{MASTER, RedisCluster, RedisSentinels, RedisServer, deafen_replicas};
 use fencelock_testkit::wait::{at_once, eventually, line, until_line};
 use std::time::{Duration, Instant};
 
@@ -206,6 +207,81 @@ async fn a_sentinel_failover_is_followed() {
         other.release().await.unwrap();
         assert_eq!(policy == "auto", span >= TTL, "{span:?}");
     }
+}
+
+/// A lock goes from one to the other and back, many times. The Sentinels see nothing of that, also when one of them is down.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn hand_overs_do_not_bother_the_sentinels() {
+    const TIMES: u64 = 60;
+    let mut sentinels = RedisSentinels::start();
+    let url = sentinels.url("");
+    sentinels.sentinels[2].kill();
+    let (one, two) = (connect(&url).await.unwrap(), connect(&url).await.unwrap());
+    let made = |number: usize| {
+        let info = sentinels.sentinels[number].ask::<String>(&["INFO", "stats"]);
+        let count = info.lines().find_map(|line| line.strip_prefix("total_connections_received:"));
+        count.unwrap().trim().parse::<u64>().unwrap()
+    };
+    let before = [made(0), made(1)];
+    let mut guard = one.mutex(NAME).acquire().await.unwrap();
+    for turn in 0..TIMES {
+        let next = if turn % 2 == 0 { &two } else { &one }.mutex(NAME);
+        let next = tokio::spawn(async move { next.acquire().await });
+        until_line(&one, NAME, 1, 1).await;
+        guard.release().await.unwrap();
+        guard = at_once("its turn", next).await.unwrap().unwrap();
+    }
+    for (number, before) in before.into_iter().enumerate() {
+        let more = made(number) - before;
+        assert!(more < TIMES / 3, "{more} connections for {TIMES} hand-overs");
+    }
+}
+
+/// A switch that happens while no Sentinel can be heard is noticed when they can. The old master was not told either, so nothing
+/// else says that it is none any more.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_switch_that_was_not_heard_of_is_noticed() {
+    let sentinels = RedisSentinels::start();
+    let proxies: Vec<_> = sentinels.sentinels.iter().map(|sentinel| Proxy::to(sentinel.port())).collect();
+    let hosts: Vec<_> = proxies.iter().map(|proxy| format!("127.0.0.1:{}", proxy.port())).collect();
+    let client = connect(format!("redis+sentinel://{}/{MASTER}?ttl=2s", hosts.join(","))).await.unwrap();
+    let listens = |server: &RedisServer| !server.ask::<Vec<String>>(&["PUBSUB", "CHANNELS", "fencelock:*"]).is_empty();
+    let old = sentinels.master();
+    client.mutex(NAME).acquire().await.unwrap().release().await.unwrap();
+    let heard = |sentinel: &RedisServer| sentinel.ask::<String>(&["CLIENT", "LIST"]).contains(" sub=1 ");
+    eventually("it listens to the Sentinels", async || sentinels.sentinels.iter().all(heard)).await;
+    for proxy in &proxies {
+        proxy.refuse();
+        proxy.cut();
+    }
+    sentinels.servers[old].run(&["ACL", "SETUSER", "default", "-slaveof", "-replicaof", "-client|kill"]);
+    sentinels.sentinels[0].run(&["SENTINEL", "FAILOVER", MASTER]);
+    let new = sentinels.until_failover(old);
+    let port = sentinels.servers[new].port().to_string();
+    let is_done = |sentinel: &RedisServer| {
+        let state = sentinel.ask::<Vec<String>>(&["SENTINEL", "MASTER", MASTER]);
+        state.windows(2).any(|pair| pair[0] == "port" && pair[1] == port)
+    };
+    eventually("all have told it", async || sentinels.sentinels.iter().all(is_done)).await;
+    assert!(listens(&sentinels.servers[old]), "something else told it");
+    proxies.iter().for_each(Proxy::heal);
+    eventually("it uses the new master", async || listens(&sentinels.servers[new])).await;
+    let _guard = in_time("granted there", client.mutex(NAME).acquire()).await.unwrap();
+    assert!(sentinels.servers[new].ask::<bool>(&["EXISTS", NAME]));
+}
+
+/// Sentinels that have not heard of a switch name the old master. However many they are, they are not believed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sentinels_that_know_nothing_of_a_switch_are_not_believed() {
+    let mut sentinels = RedisSentinels::start();
+    let old = sentinels.master();
+    sentinels.servers[old].kill();
+    sentinels.until_failover(old);
+    let cut_off = [sentinels.cut_off_sentinel(old), sentinels.cut_off_sentinel(old)];
+    let [a, b] = cut_off.each_ref().map(RedisServer::port);
+    let url = format!("redis+sentinel://127.0.0.1:{a},127.0.0.1:{b},");
+    let client = connect(sentinels.url("?ttl=2s").replace("redis+sentinel://", &url)).await.unwrap();
+    in_time("granted", client.mutex(NAME).acquire()).await.unwrap().release().await.unwrap();
 }
 
 /// Passwords for both kinds of server; they are shown to nobody.

@@ -78,6 +78,16 @@ impl RedisSentinels {
         format!("redis+sentinel://{}/{MASTER}{options}", hosts.join(","))
     }
 
+    /// Another Sentinel, which takes this server for the master and knows nobody else, if the server is down: as one that was cut
+    /// off before a switch.
+    ///
+    /// # Panics
+    /// When it cannot be started.
+    pub fn cut_off_sentinel(&self, master: usize) -> RedisServer {
+        let port = self.servers[master].port();
+        RedisOptions::default().sentinel().set("sentinel", format!("monitor {MASTER} 127.0.0.1 {port} 2")).start()
+    }
+
     /// The one that the Sentinels name as the master at the moment.
     ///
     /// # Panics

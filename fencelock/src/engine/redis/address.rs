@@ -98,7 +98,7 @@ pub(crate) async fn open(url: &Url, text: &str) -> Result<RedisEngine> {
     let session = Arc::clone(&common.session);
     let nodes = if scheme.ends_with("+sentinel") {
         let sentinels = options.sentinels(&target, &hosts.addresses);
-        let sentinel = Sentinel { sentinels, name: hosts.master, target, first: 0.into() };
+        let sentinel = Sentinel::new(sentinels, hosts.master, target);
         Nodes::One(common.node(Finder::Sentinel(sentinel), String::new()))
     } else if in_cluster {
         Nodes::Cluster(Arc::new(Cluster::new(common, hosts.addresses, options.patience)))

@@ -1,14 +1,28 @@
 //! How the server is found: it has a fixed address, or Sentinels know who is the master.
 
 use super::fault::{Fault, fault};
-use super::link::text;
+use super::link::confirmed;
 use super::target::Target;
-use super::wire::{News, answered};
+use super::wire::Wire;
 use crate::{Error, ErrorKind};
-use redis::Value;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use futures_util::StreamExt;
+use futures_util::future::join_all;
+use futures_util::stream::FuturesUnordered;
+use redis::{FromRedisValue, RedisResult, Value};
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use tokio::sync::mpsc;
+use tokio::sync::Notify;
+
+/// When most have answered, the others have so much longer.
+const MOMENT: Duration = Duration::from_millis(100);
+/// How long a Sentinel that is listened to may take for an answer.
+const ANSWER: Duration = Duration::from_secs(2);
+/// A Sentinel that says nothing is asked after this time: it may be cut off.
+const SILENCE: Duration = Duration::from_secs(10);
+/// A Sentinel that went away may be back soon.
+const BACK: Duration = Duration::from_secs(1);
 
 /// Where to connect to.
 pub(super) enum Finder {
@@ -36,80 +50,146 @@ impl Finder {
 
 /// A master that Sentinels watch over.
 pub(super) struct Sentinel {
-    pub(super) sentinels: Vec<Target>,
+    sentinels: Vec<Target>,
     /// What the Sentinels call the master.
-    pub(super) name: String,
+    name: String,
     /// Settings for the master; its address is the Sentinels' part.
-    pub(super) target: Target,
-    /// Which Sentinel is asked first: the one that answered last.
-    pub(super) first: AtomicUsize,
+    target: Target,
+    /// The master that was found last.
+    in_use: Mutex<Option<Address>>,
 }
 
+type Address = (String, u16);
+
 impl Sentinel {
-    async fn master(&self, timeout: Duration) -> Result<Target, Fault> {
-        let mut answers = Vec::new();
-        let first = self.first.load(Ordering::Relaxed);
-        for step in 0..self.sentinels.len() {
-            let number = (first + step) % self.sentinels.len();
-            match self.ask(&self.sentinels[number], timeout).await {
-                Ok(Some((host, port))) => {
-                    self.first.store(number, Ordering::Relaxed);
-                    return Ok(self.target.at(&host, port));
-                }
-                Ok(None) => answers.push(format!("Sentinel {} does not know it", number + 1)),
-                Err(fault) => answers.push(format!("Sentinel {}: {}", number + 1, fault.error)),
-            }
-        }
-        let error = Error::new(
-            ErrorKind::Unavailable,
-            format!("no Sentinel tells who is the master {:?}; check the name and the Sentinels' addresses", self.name),
-        );
-        Err(Fault::passing(error.caused_by(answers.join("; "))))
+    pub(super) fn new(sentinels: Vec<Target>, name: String, target: Target) -> Self {
+        Self { sentinels, name, target, in_use: Mutex::default() }
     }
 
-    async fn ask(&self, sentinel: &Target, timeout: Duration) -> Result<Option<(String, u16)>, Fault> {
-        let asking = async {
-            let mut connection = sentinel.connect_to_ask(timeout).await?;
-            let mut command = redis::cmd("SENTINEL");
-            command.arg("GET-MASTER-ADDR-BY-NAME").arg(&self.name);
-            command.query_async::<Option<(String, u16)>>(&mut connection).await
-        };
+    fn in_use(&self) -> MutexGuard<'_, Option<Address>> {
+        self.in_use.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_in_use(&self, address: &Address) -> bool {
+        self.in_use().as_ref() == Some(address)
+    }
+
+    async fn master(&self, timeout: Duration) -> Result<Target, Fault> {
+        let (host, port) = self.newest(timeout).await?;
+        let target = self.target.at(&host, port);
+        *self.in_use() = Some((host, port));
+        Ok(target)
+    }
+
+    /// What the Sentinels say that have heard of the latest switch. One that is cut off, or is told later than others, names the
+    /// old master.
+    async fn newest(&self, timeout: Duration) -> Result<Address, Fault> {
+        let asking = self.sentinels.iter().map(|sentinel| self.ask(sentinel, timeout));
+        let mut votes: HashMap<(u64, Address), usize> = HashMap::new();
+        let mut without = Vec::new();
+        for (number, answer) in ask_several(asking, self.sentinels.len() / 2 + 1).await {
+            match answer {
+                Ok(Some(named)) => *votes.entry(named).or_default() += 1,
+                Ok(None) => without.push(format!("Sentinel {} does not know it", number + 1)),
+                Err(fault) => without.push(format!("Sentinel {}: {}", number + 1, fault.error)),
+            }
+        }
+        let newest = votes.into_iter().max_by_key(|((epoch, _), votes)| (*epoch, *votes));
+        newest.map(|((_, address), _)| address).ok_or_else(|| {
+            let text = format!(
+                "no Sentinel tells who is the master {:?}; check the name and the Sentinels' addresses",
+                self.name
+            );
+            Fault::passing(Error::new(ErrorKind::Unavailable, text).caused_by(without.join("; ")))
+        })
+    }
+
+    async fn ask(&self, sentinel: &Target, timeout: Duration) -> Result<Option<(u64, Address)>, Fault> {
+        let asking = async { self.ask_over(&sentinel.connect_to_ask(timeout).await?).await };
         asking.await.map_err(|error| fault(error, false))
     }
 
-    /// Listens to all Sentinels: those that are cut off themselves tell nothing.
+    /// The master, and the number of the switch that made it the master: 0 if this user may not ask for that.
+    async fn ask_over(&self, sentinel: &Wire) -> RedisResult<Option<(u64, Address)>> {
+        let mut questions = redis::pipe();
+        questions.cmd("SENTINEL").arg("GET-MASTER-ADDR-BY-NAME").arg(&self.name);
+        questions.cmd("SENTINEL").arg("MASTER").arg(&self.name);
+        let mut answers = sentinel.call_all(&questions).await?.into_iter();
+        let address = answers.next().unwrap_or(Value::Nil).extract_error()?;
+        let about = answers.next().and_then(|about| HashMap::<String, String>::from_redis_value(about).ok());
+        let epoch = about.and_then(|about| about.get("config-epoch")?.parse().ok()).unwrap_or(0);
+        Ok(Option::from_redis_value(address)?.map(|address| (epoch, address)))
+    }
+
+    /// Resolves when another one than the one in use has become the master. Listens to all Sentinels: those that are cut off
+    /// themselves tell nothing.
     async fn switched(&self) {
-        let (tell, mut told) = mpsc::unbounded_channel();
-        let mut listening = Vec::new();
-        loop {
-            listening.clear();
-            for sentinel in &self.sentinels {
-                let (tell, name) = (tell.clone(), self.name.clone());
-                let listener = Box::new(move |news| match news {
-                    News::Broken => drop(tell.send(false)),
-                    News::Push(values) if is_switch(&values, &name) => drop(tell.send(true)),
-                    News::Push(_) => {}
-                });
-                if let Ok(connection) = sentinel.connect(Duration::from_secs(2), listener).await
-                    && let Ok(answer) = answered(connection.subscribe("SUBSCRIBE", "+switch-master")).await
-                    && answer.is_empty()
+        let other = Notify::new();
+        let listening = join_all(self.sentinels.iter().map(|sentinel| self.listen(sentinel, &other)));
+        let switched = async {
+            loop {
+                other.notified().await;
+                // It may be the one that is wrong.
+                if let Ok(newest) = self.newest(ANSWER).await
+                    && !self.is_in_use(&newest)
                 {
-                    listening.push(connection);
+                    // Said once: whoever connects next asks for itself.
+                    *self.in_use() = Some(newest);
+                    return;
                 }
             }
-            // A Sentinel that went away may be back soon; the others are asked again as well.
-            let again = Duration::from_secs(if listening.len() == self.sentinels.len() { 3600 } else { 5 });
-            match tokio::time::timeout(again, told.recv()).await {
-                Ok(Some(true)) => return,
-                Ok(_) => tokio::time::sleep(Duration::from_millis(500)).await,
-                Err(_) => {}
+        };
+        tokio::select! {
+            _ = listening => {}
+            () = switched => {}
+        }
+    }
+
+    /// Tells whenever this Sentinel names another master than the one in use. Each is listened to by itself: one that is away
+    /// does not interrupt the others.
+    async fn listen(&self, sentinel: &Target, other: &Notify) {
+        loop {
+            let Err(error) = self.listen_once(sentinel, other).await;
+            tracing::debug!("a Sentinel cannot be listened to: {error}");
+            tokio::time::sleep(BACK).await;
+        }
+    }
+
+    async fn listen_once(&self, sentinel: &Target, other: &Notify) -> RedisResult<Infallible> {
+        let news = Arc::new(Notify::new());
+        let heard = Arc::clone(&news);
+        let connection = sentinel.connect(ANSWER, Box::new(move |_| heard.notify_one())).await?;
+        confirmed(connection.subscribe("SUBSCRIBE", "+switch-master")).await?;
+        loop {
+            // At first for what was said while nobody listened.
+            if let Some((_, named)) = self.ask_over(&connection).await?
+                && !self.is_in_use(&named)
+            {
+                other.notify_one();
             }
+            let _ = tokio::time::timeout(SILENCE, news.notified()).await;
         }
     }
 }
 
-fn is_switch(push: &[Value], name: &str) -> bool {
-    let [kind, _, message] = push else { return false };
-    let (Some("message"), Some(message)) = (text(kind), text(message)) else { return false };
-    message.strip_prefix(name).is_some_and(|rest| rest.starts_with(' '))
+/// Asks several at once, and returns what those say that have answered by the time `enough` of them have, and a moment later;
+/// with their places.
+pub(super) async fn ask_several<T>(
+    asking: impl Iterator<Item = impl Future<Output = Result<T, Fault>>>,
+    enough: usize,
+) -> Vec<(usize, Result<T, Fault>)> {
+    let mut asking: FuturesUnordered<_> =
+        asking.enumerate().map(|(place, answer)| async move { (place, answer.await) }).collect();
+    let mut answers = Vec::new();
+    let mut good = 0;
+    loop {
+        let next = if good < enough {
+            asking.next().await
+        } else {
+            tokio::time::timeout(MOMENT, asking.next()).await.ok().flatten()
+        };
+        let Some((place, answer)) = next else { return answers };
+        good += usize::from(answer.is_ok());
+        answers.push((place, answer));
+    }
 }

@@ -49,6 +49,7 @@ use crate::{
 use async_trait::async_trait;
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
+use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::{Notify, mpsc};
@@ -480,6 +481,8 @@ impl Engine for RedisEngine {
     async fn drive(&self, lost: mpsc::UnboundedSender<Owner>) {
         let _home = Home(self);
         let mut arrived = self.arrived.lock().await;
+        // One for all turns: whoever listens anew may miss a word.
+        let mut moved = pin!(self.nodes.moved());
         loop {
             let push = tokio::select! {
                 push = arrived.recv() => match push {
@@ -490,7 +493,10 @@ impl Engine for RedisEngine {
                     Some((_, push)) => push,
                     None => return,
                 },
-                () = self.nodes.moved() => Push::Broken,
+                () = &mut moved => {
+                    moved.set(self.nodes.moved());
+                    Push::Broken
+                }
             };
             if push == Push::Broken {
                 // Connect at once: until this client listens again, it counts as gone.

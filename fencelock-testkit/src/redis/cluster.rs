@@ -22,34 +22,45 @@ impl RedisCluster {
     /// # Panics
     /// When they cannot be started.
     pub fn start() -> Self {
-        let node = |_| {
-            RedisOptions::default()
-                .set("cluster-enabled", "yes")
-                .set("cluster-node-timeout", "1000")
-                .set("cluster-replica-validity-factor", "0")
-                .set("repl-diskless-sync-delay", "0")
-                .cluster_port()
-                .start()
-        };
-        let all = Self { nodes: (0..2 * MASTERS).map(node).collect() };
+        let all = Self { nodes: (0..2 * MASTERS).map(|_| start_node()).collect() };
         for (number, node) in all.nodes.iter().enumerate() {
             node.run(&["CLUSTER", "SET-CONFIG-EPOCH", &(number + 1).to_string()]);
             if number < MASTERS {
                 let (first, last) = (SLOTS * number / MASTERS, SLOTS * (number + 1) / MASTERS - 1);
                 node.run(&["CLUSTER", "ADDSLOTSRANGE", &first.to_string(), &last.to_string()]);
             }
-            let first = &all.nodes[0];
-            let (port, bus) = (first.port().to_string(), first.bus_port().to_string());
-            node.run(&["CLUSTER", "MEET", "127.0.0.1", &port, &bus]);
+            all.introduce(node);
         }
-        let known = |node: &RedisServer| node.ask::<String>(&["CLUSTER", "NODES"]).lines().count() == 2 * MASTERS;
-        all.until("all know each other", || all.nodes.iter().all(known));
+        all.until("all know each other", || all.all_know_each_other());
         for number in 0..MASTERS {
             let id: String = all.nodes[number].ask(&["CLUSTER", "MYID"]);
             all.nodes[number + MASTERS].run(&["CLUSTER", "REPLICATE", &id]);
         }
         all.until("it is a cluster", || all.nodes.iter().all(is_ready));
         all
+    }
+
+    fn introduce(&self, node: &RedisServer) {
+        let first = &self.nodes[0];
+        let (port, bus) = (first.port().to_string(), first.bus_port().to_string());
+        node.run(&["CLUSTER", "MEET", "127.0.0.1", &port, &bus]);
+    }
+
+    fn all_know_each_other(&self) -> bool {
+        let count = self.nodes.len();
+        self.nodes.iter().all(|node| node.ask::<String>(&["CLUSTER", "NODES"]).lines().count() == count)
+    }
+
+    /// Another node, which serves nothing yet. It is the last of the nodes.
+    ///
+    /// # Panics
+    /// When it cannot be started.
+    pub fn add_node(&mut self) {
+        let node = start_node();
+        self.introduce(&node);
+        self.nodes.push(node);
+        let joined = || self.nodes.last().is_some_and(is_serving) && self.all_know_each_other();
+        self.until("it is one of them", joined);
     }
 
     /// Waits for something about the cluster.
@@ -132,11 +143,23 @@ impl RedisCluster {
     }
 }
 
+fn start_node() -> RedisServer {
+    RedisOptions::default()
+        .set("cluster-enabled", "yes")
+        .set("cluster-node-timeout", "1000")
+        .set("cluster-replica-validity-factor", "0")
+        .set("repl-diskless-sync-delay", "0")
+        .cluster_port()
+        .start()
+}
+
+fn is_serving(node: &RedisServer) -> bool {
+    node.ask::<String>(&["CLUSTER", "INFO"]).contains("cluster_state:ok")
+}
+
 fn is_ready(node: &RedisServer) -> bool {
-    let info: String = node.ask(&["CLUSTER", "INFO"]);
     let replication: String = node.ask(&["INFO", "replication"]);
-    info.contains("cluster_state:ok")
-        && (replication.contains("master_link_status:up") || replication.contains("connected_slaves:1"))
+    is_serving(node) && (replication.contains("master_link_status:up") || replication.contains("connected_slaves:1"))
 }
 
 /// Clusters that no check uses at the moment.

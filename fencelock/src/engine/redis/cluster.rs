@@ -87,7 +87,6 @@ impl Cluster {
         let mut way = Way::to(self, op.key.slot);
         let mut repeated = false;
         loop {
-            let (node, asking) = way.node().await?;
             let again;
             let op = if repeated {
                 again = op.again();
@@ -95,8 +94,7 @@ impl Cluster {
             } else {
                 op
             };
-            let outcome = if asking { node.post.submit_asking(op).await } else { node.post.submit(op).await };
-            match outcome {
+            match way.node().await?.post.submit(op).await {
                 Ok(answer) => return Ok(Answer { repeated: answer.repeated | repeated, ..answer }),
                 Err(fault) => {
                     repeated |= fault.error.kind() == ErrorKind::Ambiguous;
@@ -114,8 +112,7 @@ impl Cluster {
     pub(super) async fn ask(&self, slot: u16, command: impl Fn(&Open) -> Cmd + Send + Sync) -> Result<Value, Fault> {
         let mut way = Way::to(self, slot);
         loop {
-            let (node, _) = way.node().await?;
-            match node.post.ask(&command).await {
+            match way.node().await?.post.ask(&command).await {
                 Err(fault) if !fault.no_script => way.goes_on(fault).await?,
                 answer => return answer,
             }
@@ -199,43 +196,36 @@ struct Way<'a> {
     give_up: Moment,
     /// Of the map that the last attempt went by.
     edition: u64,
-    /// Asked for this one time.
-    aside: Option<Arc<Node>>,
+    /// It was sent elsewhere before.
+    moved: bool,
     pause: Duration,
 }
 
 impl<'a> Way<'a> {
     fn to(cluster: &'a Cluster, slot: u16) -> Self {
         let give_up = Clock::Boot.now().after(cluster.patience);
-        Self { cluster, slot, give_up, edition: 0, aside: None, pause: Duration::from_millis(10) }
+        Self { cluster, slot, give_up, edition: 0, moved: false, pause: Duration::from_millis(10) }
     }
 
-    /// Whom to ask next, and whether it must be told that it is asked for a slot that is on its way.
-    async fn node(&mut self) -> Result<(Arc<Node>, bool), Fault> {
-        if let Some(node) = self.aside.take() {
-            return Ok((node, true));
-        }
+    /// Whom to ask next.
+    async fn node(&mut self) -> Result<Arc<Node>, Fault> {
         self.edition = self.cluster.map().edition;
-        Ok((self.cluster.node(self.slot).await?, false))
+        self.cluster.node(self.slot).await
     }
 
     /// Finds out where to go on after a fault; the fault itself when there is nowhere.
     async fn goes_on(&mut self, fault: Fault) -> Result<(), Fault> {
-        if let Some(Redirect::Ask(address)) = &fault.redirect {
-            self.aside = self.cluster.map().nodes.get(address).map(Arc::clone);
-            if self.aside.is_some() {
-                return Ok(());
-            }
-        }
         // A node that is gone may have a successor.
         let elsewhere = fault.redirect.is_some() || fault.broken || fault.passing;
         if !elsewhere || Clock::Boot.now() >= self.give_up {
-            return Err(fault);
+            return Err(fault.on_cluster());
         }
         tracing::debug!("looking for the node of slot {}: {}", self.slot, fault.error);
-        let learned = self.cluster.learn(self.edition).await;
-        if learned.is_err() || fault.redirect.is_none() {
-            // Nobody may have taken over yet.
+        let known = fault.redirect == Some(Redirect::OnItsWay) || self.cluster.learn(self.edition).await.is_ok();
+        let at_once = known && fault.redirect == Some(Redirect::Moved) && !self.moved;
+        self.moved |= at_once;
+        if !at_once {
+            // Nobody may have taken over yet, or the slot has not arrived, or not all know where.
             tokio::time::sleep(self.pause).await;
             self.pause = (self.pause * 2).min(Duration::from_millis(200));
         }

@@ -15,17 +15,19 @@ pub(super) struct Fault {
     pub(super) no_script: bool,
     /// The server refused this very request: with others in one batch, each must be tried by itself.
     pub(super) refused: bool,
-    /// Another node of the cluster serves this slot.
+    /// This node of the cluster does not serve this slot.
     pub(super) redirect: Option<Redirect>,
 }
 
-/// Where a node of a cluster sends whoever asks the wrong one.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// What a node of a cluster says to whoever asks the wrong one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Redirect {
-    /// From now on.
-    Moved(String),
-    /// This time only: the slot is on its way.
-    Ask(String),
+    /// Another one serves the slot from now on.
+    Moved,
+    /// The slot is on its way to another one. That one would not serve it either: it misses a key; see [`NOBODY`].
+    ///
+    /// [`NOBODY`]: super::key::NOBODY
+    OnItsWay,
 }
 
 impl Fault {
@@ -40,9 +42,18 @@ impl Fault {
         Self { error, broken: false, passing: false, no_script: false, refused: true, redirect: None }
     }
 
+    /// What it means to who follows the slots of a cluster: wherever it was sent, the move will come to an end.
+    pub(super) fn on_cluster(self) -> Self {
+        if self.redirect.is_none() {
+            return self;
+        }
+        let text = "the slot of this lock is being moved to another node of the cluster; try again when that is over";
+        Self { error: Error::new(ErrorKind::Unavailable, text), passing: true, ..self }
+    }
+
     /// The same for another one of a batch.
     pub(super) fn again(&self) -> Self {
-        Self { error: Error::new(self.error.kind(), self.error.to_string()), redirect: self.redirect.clone(), ..*self }
+        Self { error: Error::new(self.error.kind(), self.error.to_string()), ..*self }
     }
 }
 
@@ -56,11 +67,11 @@ pub(super) fn fault(error: RedisError, sent: bool) -> Fault {
     let code = code(&error);
     let io =
         error.is_io_error() || error.is_connection_dropped() || error.is_timeout() || error.is_unrecoverable_error();
-    let redirect = error.redirect_node().map(|(node, _)| node.to_owned()).and_then(|node| match code.as_str() {
-        "MOVED" => Some(Redirect::Moved(node)),
-        "ASK" => Some(Redirect::Ask(node)),
+    let redirect = match code.as_str() {
+        "MOVED" => Some(Redirect::Moved),
+        "ASK" | "TRYAGAIN" => Some(Redirect::OnItsWay),
         _ => None,
-    });
+    };
     let (kind, text, passing) = if code.is_empty() { without_code(&error, io, sent) } else { with_code(&code) };
     Fault {
         // Who was a master when it was connected to, and is none any more, is not the one to talk to.

@@ -319,12 +319,6 @@ impl Post {
         Box::pin(self.deliver(std::slice::from_ref(op)))
     }
 
-    /// One operation at a node that does not serve its slot yet.
-    pub(super) async fn submit_asking(&self, op: &Op) -> Outcome {
-        let answers = self.call(std::slice::from_ref(op), true).await?;
-        self.replicated(std::slice::from_ref(op), answers).await.pop().unwrap_or_else(|| Err(Fault::unreadable()))
-    }
-
     /// Takes back what too few replicas have.
     async fn replicated<O: Borrow<Op>>(&self, ops: &[O], answers: Vec<Answer>) -> Vec<Outcome> {
         let wanted = self.rules.replicas;

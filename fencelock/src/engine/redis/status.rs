@@ -159,7 +159,8 @@ fn text(value: &Value) -> Option<String> {
 pub(super) async fn names(nodes: &Nodes, prefix: &str) -> Result<BTreeSet<String>> {
     let give_up = Clock::Boot.now().after(nodes.patience());
     loop {
-        match try_names(nodes, prefix).await {
+        let names = try_names(nodes, prefix).await;
+        match if nodes.are_a_cluster() { names.map_err(Fault::on_cluster) } else { names } {
             // A node that is gone may have a successor soon.
             Err(fault) if fault.passing && Clock::Boot.now() < give_up => {
                 tokio::time::sleep(Duration::from_millis(100)).await;

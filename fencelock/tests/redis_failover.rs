@@ -438,6 +438,22 @@ fn connections(servers: &[RedisServer]) -> u64 {
     servers.iter().map(made).sum()
 }
 
+/// A master that is cut off from the others tells clients what it knew before, for ever. They do not go by it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_that_is_cut_off_is_not_believed() {
+    let mut cluster = RedisCluster::start();
+    let shard = cluster.master_of(cluster.slot(NAME));
+    cluster.cut_off(shard);
+    let promoted = || cluster.nodes[shard + 3].ask::<String>(&["INFO", "replication"]).contains("role:master");
+    in_time("the replica is promoted", async { eventually("promoted", async || promoted()).await }).await;
+    // In which order nodes are asked is a matter of luck.
+    for _ in 0..12 {
+        let url = format!("redis+cluster://127.0.0.1:{}?quarantine=off", cluster.nodes[shard].port());
+        let client = connect(url).await.unwrap();
+        client.mutex(NAME).acquire().await.unwrap().release().await.unwrap();
+    }
+}
+
 /// A master of a cluster dies; its replica takes over, and is in quarantine. The other shards are not.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_shard_that_fails_over_is_in_quarantine_alone() {

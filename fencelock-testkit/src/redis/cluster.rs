@@ -1,6 +1,6 @@
 //! A Redis Cluster: three masters, each with a replica.
 
-use super::{PATIENCE, RedisOptions, RedisServer};
+use super::{PATIENCE, RedisOptions, RedisServer, free_port};
 use crate::Subject;
 use std::ops::Deref;
 use std::sync::{Mutex, PoisonError};
@@ -61,6 +61,24 @@ impl RedisCluster {
         self.nodes.push(node);
         let joined = || self.nodes.last().is_some_and(is_serving) && self.all_know_each_other();
         self.until("it is one of them", joined);
+    }
+
+    /// Starts a node again that hears nothing of the others from now on, nor they of it. It tells clients what it knew before.
+    ///
+    /// # Panics
+    /// When it cannot be started.
+    pub fn cut_off(&mut self, node: usize) {
+        let others: Vec<_> = self.nodes.iter().map(|other| format!("@{}", other.bus_port())).collect();
+        let node = &mut self.nodes[node];
+        node.kill();
+        // It looks for the others where nobody is, and they look for it where it is not any more.
+        let nobody = format!("@{}", free_port());
+        let path = node.file("nodes.conf");
+        let known = std::fs::read_to_string(&path).expect("it has written down whom it knows");
+        let changed = others.iter().fold(known, |known, other| known.replace(other, &nobody));
+        std::fs::write(&path, changed).expect("the file can be written");
+        node.begin_again(&[("cluster-port", &free_port().to_string())]);
+        assert!(node.answers(), "it does not start again: {}", node.log());
     }
 
     /// Waits for something about the cluster.

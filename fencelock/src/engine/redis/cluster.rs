@@ -3,16 +3,20 @@
 
 use super::address::{Common, host_and_port};
 use super::fault::{Fault, Redirect, fault};
-use super::find::Finder;
+use super::find::{Finder, ask_several};
 use super::key::{SLOTS, tag_of};
 use super::link::Open;
 use super::node::Node;
 use super::post::{Answer, Op, Outcome};
 use crate::{Clock, Error, ErrorKind, Moment};
-use redis::{Cmd, Value};
+use redis::{Cmd, FromRedisValue, Value};
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+
+/// So many nodes are asked for the map at the same time: some may not answer.
+const AT_ONCE: usize = 3;
 
 /// Which node serves which slots.
 #[derive(Default)]
@@ -34,11 +38,20 @@ pub(super) struct Cluster {
     map: Mutex<Map>,
     /// Only one task asks for the map.
     asking: tokio::sync::Mutex<()>,
+    /// Each time others are asked first.
+    turn: AtomicUsize,
 }
 
 impl Cluster {
     pub(super) fn new(common: Common, seeds: Vec<(String, u16)>, patience: Duration) -> Self {
-        Self { common, seeds, patience, map: Mutex::default(), asking: tokio::sync::Mutex::default() }
+        Self {
+            common,
+            seeds,
+            patience,
+            map: Mutex::default(),
+            asking: tokio::sync::Mutex::default(),
+            turn: AtomicUsize::new(0),
+        }
     }
 
     pub(super) fn replicas(&self) -> usize {
@@ -125,32 +138,60 @@ impl Cluster {
         if self.map().edition != edition {
             return Ok(());
         }
-        let mut addresses: Vec<(String, u16)> =
-            self.map().nodes.keys().filter_map(|address| host_and_port(address, 0)).collect();
-        addresses.extend(self.seeds.iter().cloned());
-        let mut answers = Vec::new();
-        for (host, port) in addresses {
-            match self.ask_for_slots(&host, port).await {
-                Ok(ranges) if !ranges.is_empty() => {
-                    self.adopt(&ranges);
-                    return Ok(());
+        let mut best: Option<View> = None;
+        let mut without = Vec::new();
+        for (round, some) in self.whom_to_ask().chunks(AT_ONCE).enumerate() {
+            let asking = some.iter().map(|(host, port)| self.ask_for_view(host, *port));
+            for (place, answer) in ask_several(asking, 1).await {
+                let (host, port) = &some[place];
+                match answer {
+                    Ok(view) if view.ranges.is_empty() => without.push(format!("{host}:{port} serves no slots")),
+                    Ok(view) if best.as_ref().is_some_and(|best| best.standing >= view.standing) => {}
+                    Ok(view) => best = Some(view),
+                    Err(fault) => without.push(format!("{host}:{port}: {}", fault.error)),
                 }
-                Ok(_) => answers.push(format!("{host}:{port} serves no slots")),
-                Err(fault) => answers.push(format!("{host}:{port}: {}", fault.error)),
+            }
+            // When all of some say that the cluster is down, it is.
+            if best.as_ref().is_some_and(|best| best.standing.is_well || round >= 2) {
+                break;
             }
         }
-        let error = Error::new(ErrorKind::Unavailable, "no node of the cluster tells who serves what");
-        Err(Fault::passing(error.caused_by(answers.join("; "))))
+        let Some(view) = best else {
+            let error = Error::new(ErrorKind::Unavailable, "no node of the cluster tells who serves what");
+            return Err(Fault::passing(error.caused_by(without.join("; "))));
+        };
+        self.adopt(&view.ranges);
+        Ok(())
     }
 
-    async fn ask_for_slots(&self, host: &str, port: u16) -> Result<Vec<Range>, Fault> {
+    /// The nodes that are known, then the seeds. Others come first each time: no single one decides what is believed.
+    fn whom_to_ask(&self) -> Vec<(String, u16)> {
+        let mut addresses: Vec<_> = self.map().nodes.keys().filter_map(|address| host_and_port(address, 0)).collect();
+        addresses.sort();
+        let mut seeds: Vec<_> = self.seeds.iter().filter(|seed| !addresses.contains(seed)).cloned().collect();
+        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
+        for list in [&mut addresses, &mut seeds] {
+            let first = turn % list.len().max(1);
+            list.rotate_left(first);
+        }
+        addresses.append(&mut seeds);
+        addresses
+    }
+
+    async fn ask_for_view(&self, host: &str, port: u16) -> Result<View, Fault> {
         let target = self.common.target(host, port);
+        let mut questions = redis::pipe();
+        questions.cmd("CLUSTER").arg("SLOTS");
+        questions.cmd("CLUSTER").arg("INFO");
         let asking = async {
-            let mut connection = target.connect_to_ask(self.common.timeout()).await?;
-            redis::cmd("CLUSTER").arg("SLOTS").query_async::<Value>(&mut connection).await
+            let mut answers =
+                target.connect_to_ask(self.common.timeout()).await?.call_all(&questions).await?.into_iter();
+            let slots = answers.next().unwrap_or(Value::Nil).extract_error()?;
+            // A user who may not ask for it is told nothing, and goes by anybody's view.
+            let info = answers.next().and_then(|info| String::from_redis_value(info).ok()).unwrap_or_default();
+            Ok(View { ranges: read_ranges(&slots, host), standing: Standing::read(&info) })
         };
-        let value = asking.await.map_err(|error| fault(error, false))?;
-        Ok(read_ranges(&value, host))
+        asking.await.map_err(|error| fault(error, false))
     }
 
     fn adopt(&self, ranges: &[Range]) {
@@ -230,6 +271,30 @@ impl<'a> Way<'a> {
             self.pause = (self.pause * 2).min(Duration::from_millis(200));
         }
         Ok(())
+    }
+}
+
+/// What a node says about the cluster.
+struct View {
+    ranges: Vec<Range>,
+    standing: Standing,
+}
+
+/// How much a node's view is worth: one that is cut off from most of the others goes by what it knew before.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+struct Standing {
+    is_well: bool,
+    epoch: u64,
+}
+
+impl Standing {
+    /// From the answer to CLUSTER INFO.
+    fn read(info: &str) -> Self {
+        let field = |name| info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim);
+        Self {
+            is_well: field("cluster_state") != Some("fail"),
+            epoch: field("cluster_current_epoch").and_then(|epoch| epoch.parse().ok()).unwrap_or(0),
+        }
     }
 }
 

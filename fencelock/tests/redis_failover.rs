@@ -454,6 +454,48 @@ async fn a_node_that_is_cut_off_is_not_believed() {
     }
 }
 
+/// While a client looks for the successor of one node, and another one does not answer, it hears what the rest has to say.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn hand_overs_go_on_while_the_cluster_is_looked_at() {
+    let mut cluster = RedisCluster::start();
+    let here = cluster.master_of(cluster.slot(NAME));
+    let (gone, silent) = ((here + 1) % 3, (here + 2) % 3);
+    let at_gone = (0..).map(|n| format!("n:{n}")).find(|name| cluster.master_of(cluster.slot(name)) == gone).unwrap();
+    let [near, far] = [here, silent].map(|node| {
+        let proxy = Proxy::to(cluster.nodes[node].port());
+        cluster.nodes[node].run(&["CONFIG", "SET", "cluster-announce-port", &proxy.port().to_string()]);
+        cluster.nodes[node].run(&["CONFIG", "SET", "cluster-require-full-coverage", "no"]);
+        proxy
+    });
+    let announced = || {
+        let slots = cluster.nodes[here].ask::<String>(&["CLUSTER", "NODES"]);
+        [&near, &far].iter().all(|proxy| slots.contains(&format!(":{}@", proxy.port())))
+    };
+    eventually("the proxies are known", async || announced()).await;
+    let url = format!("redis+cluster://127.0.0.1:{}?timeout=8s&ttl=20s", near.port());
+    let (one, two) = (connect(&url).await.unwrap(), connect(&url).await.unwrap());
+    two.mutex(at_gone).acquire().await.unwrap().release().await.unwrap();
+    let guard = one.mutex(NAME).acquire().await.unwrap();
+    let waiting = two.mutex(NAME);
+    let waiting = tokio::spawn(async move { waiting.acquire().await });
+    until_line(&one, NAME, 1, 1).await;
+    // Who does not take what it is given is passed over.
+    let next = one.mutex(NAME);
+    let next = tokio::spawn(async move { next.acquire().await });
+    until_line(&one, NAME, 1, 2).await;
+    near.refuse();
+    far.partition();
+    let before = far.connections();
+    cluster.nodes[gone].kill();
+    eventually("it looks for a successor", async || far.connections() > before).await;
+    guard.release().await.unwrap();
+    let first = tokio::select! {
+        first = waiting => first,
+        _ = next => panic!("it was passed over"),
+    };
+    first.unwrap().unwrap().release().await.unwrap();
+}
+
 /// A master of a cluster dies; its replica takes over, and is in quarantine. The other shards are not.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_shard_that_fails_over_is_in_quarantine_alone() {

@@ -49,7 +49,6 @@ use crate::{
 use async_trait::async_trait;
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
-use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::{Notify, mpsc};
@@ -481,29 +480,37 @@ impl Engine for RedisEngine {
     async fn drive(&self, lost: mpsc::UnboundedSender<Owner>) {
         let _home = Home(self);
         let mut arrived = self.arrived.lock().await;
-        // One for all turns: whoever listens anew may miss a word.
-        let mut moved = pin!(self.nodes.moved());
-        loop {
-            let push = tokio::select! {
-                push = arrived.recv() => match push {
-                    Some((generation, Push::Broken)) => {
-                        self.nodes.all().iter().for_each(|node| node.link.forget(generation));
-                        Push::Broken
-                    }
-                    Some((_, push)) => push,
-                    None => return,
-                },
-                () = &mut moved => {
-                    moved.set(self.nodes.moved());
-                    Push::Broken
+        let broken = Notify::new();
+        let listening = async {
+            while let Some((generation, push)) = arrived.recv().await {
+                if push == Push::Broken {
+                    self.nodes.all().iter().for_each(|node| node.link.forget(generation));
+                    broken.notify_one();
+                } else {
+                    self.route(push, &lost);
                 }
-            };
-            if push == Push::Broken {
+            }
+        };
+        let moving = async {
+            loop {
+                self.nodes.moved().await;
+                broken.notify_one();
+            }
+        };
+        // Beside the others: a server that does not answer takes its time, and what the rest has to say must not wait for it.
+        let connecting = async {
+            loop {
+                broken.notified().await;
                 // Connect at once: until this client listens again, it counts as gone.
                 let _ = self.nodes.connect().await;
                 self.doubt.notify_one();
+                self.route(Push::Broken, &lost);
             }
-            self.route(push, &lost);
+        };
+        tokio::select! {
+            () = listening => {}
+            () = moving => {}
+            () = connecting => {}
         }
     }
 

@@ -153,8 +153,8 @@ async fn a_shard_that_lost_its_marker_is_in_quarantine_after_a_restart() {
     let first = connect(&url).await.unwrap();
     first.mutex(NAME).acquire().await.unwrap().release().await.unwrap();
     let keys = cluster.nodes[shard].keys();
-    let (marker, _) = keys.iter().find(|(key, _)| key.starts_with("fencelock:n")).unwrap();
-    cluster.nodes[shard].run(&["DEL", marker]);
+    let markers = keys.iter().filter(|(key, _)| key.starts_with("fencelock:n"));
+    markers.for_each(|(marker, _)| cluster.nodes[shard].run(&["DEL", marker]));
     // Without replicas nothing else tells that it had a past.
     cluster.nodes[shard + 3].kill();
     cluster.nodes[shard].run(&["CONFIG", "SET", "repl-backlog-ttl", "1"]);
@@ -168,4 +168,34 @@ async fn a_shard_that_lost_its_marker_is_in_quarantine_after_a_restart() {
     let attempt = in_time("an answer", second.mutex(NAME).try_acquire()).await;
     assert!(is_in_quarantine(&attempt), "{attempt:?}");
     drop(held);
+}
+
+/// The slot in which a shard notes who grants is on its way to another one, and stays so. The other locks of the shard are served, to
+/// new clients too.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_marker_that_is_on_its_way_stops_nobody() {
+    let cluster = RedisCluster::start();
+    let slot = cluster.slot(NAME);
+    let shard = cluster.master_of(slot);
+    let lowest = (0..slot).find(|slot| cluster.master_of(*slot) == shard).unwrap();
+    let first = connect(cluster.url("?ttl=30s")).await.unwrap();
+    first.mutex(NAME).acquire().await.unwrap().release().await.unwrap();
+    let served = std::sync::Mutex::new(None);
+    let url = cluster.url("?ttl=30s&patience=2s");
+    cluster.migrate_first(
+        lowest,
+        shard,
+        (shard + 1) % 3,
+        |_| false,
+        || {
+            let attempt = async {
+                let second = connect(&url).await?;
+                second.mutex(NAME).try_acquire().await
+            };
+            let attempt = tokio::task::block_in_place(|| tokio::runtime::Handle::current().block_on(attempt));
+            *served.lock().unwrap() = Some(attempt);
+        },
+    );
+    let attempt = served.lock().unwrap().take().unwrap();
+    assert!(matches!(attempt, Ok(Some(_))), "{attempt:?}");
 }

@@ -38,15 +38,15 @@ pub(super) struct Common {
 }
 
 impl Common {
-    /// A node, however it is found. `place` is empty except on a cluster.
-    pub(super) fn node(&self, finder: Finder, place: String) -> Arc<Node> {
+    /// A node, however it is found. There is one place, without a name, except on a cluster.
+    pub(super) fn node(&self, finder: Finder, places: Vec<String>) -> Arc<Node> {
         let link = Link::new(Plan {
             finder,
             session: Arc::clone(&self.session),
             timeout: self.timeout,
             policy: self.policy,
             longest: Arc::clone(&self.longest),
-            place: Mutex::new(place),
+            places: Mutex::new(places),
             pushes: self.pushes.clone(),
         });
         Arc::new(Node::new(link, self.rules))
@@ -99,11 +99,11 @@ pub(crate) async fn open(url: &Url, text: &str) -> Result<RedisEngine> {
     let nodes = if scheme.ends_with("+sentinel") {
         let sentinels = options.sentinels(&target, &hosts.addresses);
         let sentinel = Sentinel::new(sentinels, hosts.master, target);
-        Nodes::One(common.node(Finder::Sentinel(sentinel), String::new()))
+        Nodes::One(common.node(Finder::Sentinel(sentinel), vec![String::new()]))
     } else if in_cluster {
         Nodes::Cluster(Arc::new(Cluster::new(common, hosts.addresses, options.patience)))
     } else {
-        Nodes::One(common.node(Finder::Fixed(target), String::new()))
+        Nodes::One(common.node(Finder::Fixed(target), vec![String::new()]))
     };
     let engine = RedisEngine {
         nodes,

@@ -198,7 +198,7 @@ impl Cluster {
         let mut map = self.map();
         map.edition += 1;
         let mut slots: Vec<Arc<str>> = vec!["".into(); usize::from(SLOTS)];
-        let mut lowest: HashMap<&str, u16> = HashMap::new();
+        let mut served: HashMap<&str, (u16, u16)> = HashMap::new();
         for range in ranges {
             let address: Arc<str> = range.address.as_str().into();
             for slot in range.first..=range.last {
@@ -206,25 +206,26 @@ impl Cluster {
                     *place = Arc::clone(&address);
                 }
             }
-            let first = lowest.entry(&range.address).or_insert(range.first);
-            *first = range.first.min(*first);
+            let (lowest, highest) = served.entry(&range.address).or_insert((range.first, range.last));
+            (*lowest, *highest) = (range.first.min(*lowest), range.last.max(*highest));
         }
         map.slots = slots;
         map.nodes.retain(|address, node| {
-            let serves = lowest.contains_key(address.as_str());
+            let serves = served.contains_key(address.as_str());
             if !serves {
                 node.link.drop_connection();
             }
             serves
         });
-        for (address, slot) in lowest {
-            // The shard's marker, in a slot that it serves. A replica that is promoted finds its predecessor's there.
-            let place = tag_of(slot);
+        for (address, (lowest, highest)) in served {
+            // The shard's markers, in slots that it serves; two, since one may be on its way to another node. A replica that is promoted
+            // finds its predecessor's there.
+            let places = vec![tag_of(lowest), tag_of(highest)];
             if let Some(node) = map.nodes.get(address) {
-                node.link.move_to(place);
+                node.link.move_to(places);
             } else if let Some((host, port)) = host_and_port(address, 0) {
                 let target = self.common.target(&host, port);
-                map.nodes.insert(address.to_owned(), self.common.node(Finder::Fixed(target), place));
+                map.nodes.insert(address.to_owned(), self.common.node(Finder::Fixed(target), places));
             }
         }
     }

@@ -84,8 +84,8 @@ pub(super) struct Plan {
     pub(super) policy: Policy,
     /// The longest lease that this client has asked for, in ms.
     pub(super) longest: Arc<AtomicU64>,
-    /// The part of the markers' names that differs from node to node of a cluster; empty elsewhere.
-    pub(super) place: Mutex<String>,
+    /// The part of the markers' names that differs from node to node of a cluster, for each place where they are; empty elsewhere.
+    pub(super) places: Mutex<Vec<String>>,
     pub(super) pushes: mpsc::UnboundedSender<(u64, Push)>,
 }
 
@@ -217,19 +217,19 @@ impl Link {
         Ok(open)
     }
 
-    fn place(&self) -> String {
-        self.plan.place.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    fn places(&self) -> Vec<String> {
+        self.plan.places.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     fn is_in_cluster(&self) -> bool {
-        !self.place().is_empty()
+        self.places().iter().any(|place| !place.is_empty())
     }
 
     /// This node serves other slots than before: the marker of who grants belongs into one of them.
-    pub(super) fn move_to(&self, place: String) {
-        let mut now = self.plan.place.lock().unwrap_or_else(PoisonError::into_inner);
-        if *now != place {
-            *now = place;
+    pub(super) fn move_to(&self, places: Vec<String>) {
+        let mut now = self.plan.places.lock().unwrap_or_else(PoisonError::into_inner);
+        if *now != places {
+            *now = places;
             drop(now);
             // It is written when the next connection is made.
             self.drop_connection();
@@ -240,7 +240,7 @@ impl Link {
         if self.plan.policy == Policy::Off {
             return Ok(None);
         }
-        takeover::check(wire, server, self.plan.policy, Duration::from_millis(longest), &self.place()).await
+        takeover::check(wire, server, self.plan.policy, Duration::from_millis(longest), &self.places()).await
     }
 
     /// The server has answered as a master what was sent at this moment.

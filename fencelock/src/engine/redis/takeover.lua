@@ -4,8 +4,10 @@
 --       G  quarantine: while it exists, nothing is granted to new owners; why, ':' and since when, in ms
 --       T  the newest token, as in line.lua; not on a cluster
 -- ARGV: run id of this process; its replication id; 1 if it was promoted from a replica; the longest lease of this client in ms;
---       life of N in ms; for how long the process is to wait for being young, in ms; the same if it knows of no predecessor
--- Reply: for how many ms nothing is granted; 1 if that is because of a predecessor; 1 if N says something new.
+--       life of N in ms; for how long the process is to wait for being young, in ms; the same if it knows of no predecessor;
+--       and where the same is noted at several places: '?' if another one is to be asked unless N is here, and when it was found
+--       out already at another one, the first two parts of that reply
+-- Reply: for how many ms nothing is granted, -1 if another place is to be asked; 1 if that is because of a predecessor; 1 if N says something new.
 -- Invariant: N names this process before any of its clients is granted anything.
 local call, match = redis.call, string.match
 local N, G, T = KEYS[1], KEYS[2], KEYS[3]
@@ -20,7 +22,13 @@ end
 local known = call('GET', N)
 local run, id, lease = match(known or '', '^(%x+)%-(%x+):(%d+)$')
 lease = math.max(tonumber(lease or 0), tonumber(ARGV[4]))
-if run then
+if ARGV[8] == '?' and not run then return {-1, 0, 0} end
+if ARGV[9] then
+  young = 0
+  if tonumber(ARGV[8]) > math.max(call('PTTL', G), 0) then
+    wait(ARGV[9] == '1' and 'predecessor' or 'young', tonumber(ARGV[8]))
+  end
+elseif run then
   -- A master that became a replica and a master again has the same run id, and history of somebody else.
   if run ~= ARGV[1] or promoted and id ~= ARGV[2] then wait('predecessor', lease) end
 elseif promoted or T and call('EXISTS', T) == 1 then

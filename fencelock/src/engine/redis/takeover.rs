@@ -152,39 +152,106 @@ pub(super) async fn look_at_history(connection: &mut Wire) -> Result<History, Fa
     History::read(&info.map_err(|error| fault(error, false))?)
 }
 
-/// Finds out whether the server must wait. `place` tells the nodes of a cluster apart; it is empty elsewhere.
+/// Finds out whether the server must wait. `places` tell the nodes of a cluster apart; elsewhere there is one, and it is empty. Several
+/// say the same, each in a slot of its own: one may be on its way to another node.
 pub(super) async fn check(
     connection: &mut Wire,
     server: &Server,
     policy: Policy,
     longest: Duration,
-    place: &str,
+    places: &[String],
 ) -> Result<Option<Quarantine>, Fault> {
-    let younger_than_lease = longest.saturating_sub(server.age);
-    let young = if policy == Policy::Strict { younger_than_lease } else { Duration::ZERO };
-    // On a cluster tokens are kept by slot, and slots move, the one with the marker too.
-    let in_cluster = !place.is_empty();
-    let keys = if in_cluster { vec![GRANTING, QUARANTINE] } else { vec![GRANTING, QUARANTINE, NEWEST] };
-    let younger = if in_cluster && server.has_data { younger_than_lease } else { Duration::ZERO };
-    let mut script = redis::cmd("EVAL");
-    script.arg(include_str!("takeover.lua")).arg(keys.len());
-    for key in keys {
-        script.arg(format!("{key}{place}"));
+    let question = Question { server, policy, longest };
+    // Who knows is asked first.
+    let (mut found, mut failed) = (None, None);
+    let passes = if places.len() > 1 { &[Known::PerhapsElsewhere, Known::Nowhere][..] } else { &[Known::Nowhere] };
+    let asked: Vec<_> = passes.iter().flat_map(|known| places.iter().map(|place| (place, *known))).collect();
+    for (place, known) in asked {
+        match question.ask(connection, place, known).await {
+            Ok(Found { left: ..0, .. }) => {}
+            Ok(answer) => {
+                found = Some((place, answer));
+                break;
+            }
+            Err(fault) if fault.redirect.is_some() => failed = Some(fault),
+            Err(fault) => return Err(fault),
+        }
     }
-    script.arg(&server.run).arg(&server.history.id).arg(u8::from(server.history.promoted));
-    for span in [longest, KEPT, young, younger] {
-        script.arg(millis(span));
+    let Some((place, found)) = found else { return Err(failed.unwrap_or_else(Fault::unreadable)) };
+    let mut is_news = found.is_news == 1;
+    for other in places {
+        if other == place {
+            continue;
+        }
+        match question.ask(connection, other, Known::Elsewhere(found)).await {
+            Ok(answer) => is_news |= answer.is_news == 1,
+            Err(fault) => tracing::debug!("who grants cannot be noted at {other}: {}", fault.error),
+        }
     }
-    let answer = script.query_async(&mut *connection).await;
-    let (left, after_predecessor, is_news): (u64, u8, u8) = answer.map_err(|error| fault(error, false))?;
-    let until = Clock::Boot.now().after(Duration::from_millis(left));
-    if is_news == 1 && server.replicas > 0 {
+    if is_news && server.replicas > 0 {
         // A replica that is promoted should know of it. One that does not listen is not waited for.
         let known =
             redis::cmd("WAIT").arg(server.replicas).arg(millis(HEARD_IN)).query_async::<usize>(connection).await;
         tracing::debug!("{} replicas, of which {known:?} know how long leases last", server.replicas);
     }
-    Ok((left > 0).then_some(Quarantine { until, after_predecessor: after_predecessor == 1 }))
+    let until = |found: Found| Quarantine {
+        until: Clock::Boot.now().after(Duration::from_millis(found.left.unsigned_abs())),
+        after_predecessor: found.after_predecessor == 1,
+    };
+    Ok(Some(found).filter(|found| found.left > 0).map(until))
+}
+
+/// The answer of `takeover.lua`.
+#[derive(Debug, Clone, Copy)]
+struct Found {
+    left: i64,
+    after_predecessor: u8,
+    is_news: u8,
+}
+
+/// What is known already.
+#[derive(Debug, Clone, Copy)]
+enum Known {
+    /// Another place may know who grants.
+    PerhapsElsewhere,
+    Nowhere,
+    /// Another place knew.
+    Elsewhere(Found),
+}
+
+struct Question<'a> {
+    server: &'a Server,
+    policy: Policy,
+    longest: Duration,
+}
+
+impl Question<'_> {
+    async fn ask(&self, connection: &mut Wire, place: &str, known: Known) -> Result<Found, Fault> {
+        let Self { server, policy, longest } = self;
+        let younger_than_lease = longest.saturating_sub(server.age);
+        let young = if *policy == Policy::Strict { younger_than_lease } else { Duration::ZERO };
+        // On a cluster tokens are kept by slot, and slots move, the one with the marker too.
+        let in_cluster = !place.is_empty();
+        let keys = if in_cluster { vec![GRANTING, QUARANTINE] } else { vec![GRANTING, QUARANTINE, NEWEST] };
+        let younger = if in_cluster && server.has_data { younger_than_lease } else { Duration::ZERO };
+        let mut script = redis::cmd("EVAL");
+        script.arg(include_str!("takeover.lua")).arg(keys.len());
+        for key in keys {
+            script.arg(format!("{key}{place}"));
+        }
+        script.arg(&server.run).arg(&server.history.id).arg(u8::from(server.history.promoted));
+        for span in [*longest, KEPT, young, younger] {
+            script.arg(millis(span));
+        }
+        match known {
+            Known::PerhapsElsewhere => drop(script.arg("?")),
+            Known::Nowhere => {}
+            Known::Elsewhere(found) => drop(script.arg(found.left).arg(found.after_predecessor)),
+        }
+        let answer = script.query_async(connection).await;
+        let (left, after_predecessor, is_news) = answer.map_err(|error| fault(error, false))?;
+        Ok(Found { left, after_predecessor, is_news })
+    }
 }
 
 fn field<'a>(info: &'a str, name: &str) -> Option<&'a str> {

@@ -8,6 +8,7 @@ use fencelock_testkit::proxy::Proxy;
 use fencelock_testkit::redis::RedisServer;
 use fencelock_testkit::redlock::{Nodes, TOKENS, url, value};
 use fencelock_testkit::wait::{at_once, eventually, until_free, until_line};
+use std::io::{BufRead, BufReader, Write};
 use std::time::Duration;
 
 const NAME: &str = "invoice:42";
@@ -512,4 +513,70 @@ async fn an_eviction_clears_votes_that_nobody_won_with() {
     assert!(client.mutex(NAME).try_acquire().await.unwrap().is_none());
     assert_eq!(client.evict(NAME).await.unwrap(), 1);
     assert!(client.mutex(NAME).try_acquire().await.unwrap().is_some());
+}
+
+/// What a node is told of this lock from now on: letter and token, for operations that travel alone.
+fn overhear(server: &RedisServer) -> impl FnMut() -> Option<(char, u64)> {
+    let mut stream = std::net::TcpStream::connect(("127.0.0.1", server.port())).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    stream.write_all(b"MONITOR\r\n").unwrap();
+    let mut lines = BufReader::new(stream).lines();
+    assert_eq!(lines.next().unwrap().unwrap(), "+OK");
+    move || loop {
+        let line = lines.next()?.ok()?;
+        let Some((before, after)) = line.split_once(&format!("\"{NAME}\" \"")) else { continue };
+        // Letter, count and ttl stand before the name.
+        let letter = before.split('"').rev().nth(5).and_then(|letter| letter.chars().next());
+        if let (true, Some(letter), Some(token)) = (before.contains("\"EVAL"), letter, after.get(..16)) {
+            return token.parse().ok().map(|token| (letter, token));
+        }
+    }
+}
+
+/// Nodes may still speak of a proposal that was taken back: what they say must not be taken for news of the next one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_proposal_that_was_taken_back_is_never_made_again() {
+    let nodes = Nodes::start(3);
+    let client = nodes.client().await;
+    let newest = client.mutex(NAME).acquire().await.unwrap().token().as_u64();
+    until_free(&client, NAME).await;
+    // The clock of somebody else was ahead by half a minute; and nobody has a majority, for a while.
+    nodes.note_token(NAME, newest + 30_000_000);
+    nodes.servers[1].run(&["SET", NAME, "somebody", "PX", "100000"]);
+    nodes.servers[2].run(&["SET", NAME, "somebody else", "PX", "100000"]);
+    let mut said = overhear(&nodes.servers[0]);
+    let mutex = client.mutex(NAME).ttl(LONG);
+    let waiter = tokio::spawn(async move { mutex.acquire().await.unwrap() });
+    let mut taken_back = Vec::new();
+    while taken_back.len() < 5 {
+        let (letter, token) = said().expect("it tries again and again");
+        match letter {
+            'u' => taken_back.push(token),
+            _ => assert!(taken_back.iter().all(|earlier| token > *earlier), "{token} after {taken_back:?}"),
+        }
+    }
+    nodes.servers[1].run(&["DEL", NAME]);
+    at_once("two of three vote for it", waiter).await.unwrap().release().await.unwrap();
+}
+
+/// Whoever gives up leaves the line, also if its token is ahead of the clock.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn giving_up_a_claim_whose_token_is_ahead_of_the_clock_leaves_nothing() {
+    let nodes = Nodes::start(3);
+    let (client, other) = (nodes.client().await, nodes.client().await);
+    let newest = client.mutex(NAME).acquire().await.unwrap().token().as_u64();
+    until_free(&client, NAME).await;
+    nodes.note_token(NAME, newest + 30_000_000);
+    let guard = client.mutex(NAME).ttl(LONG).acquire().await.unwrap();
+    let mutex = other.mutex(NAME).ttl(LONG);
+    let waiter = tokio::spawn(async move { mutex.acquire().await.map(drop) });
+    let score = |server: &RedisServer| -> Vec<(String, u64)> {
+        server.ask(&["ZRANGE", "fencelock:rq:invoice:42", "0", "-1", "WITHSCORES"])
+    };
+    let ahead = |server: &RedisServer| score(server).iter().any(|(_, token)| *token > guard.token().as_u64());
+    eventually("it waits with a token above the holder's", async || nodes.servers.iter().all(ahead)).await;
+    waiter.abort();
+    until_line(&client, NAME, 1, 0).await;
+    guard.release().await.unwrap();
+    at_once("nobody stands in the way", client.mutex(NAME).acquire()).await.unwrap().release().await.unwrap();
 }

@@ -101,7 +101,7 @@ pub(super) struct Council {
     roll: tokio::sync::Mutex<Roll>,
     waiting: Mutex<Waiting>,
     lost: mpsc::UnboundedSender<Owner>,
-    /// The newest token that this client proposed by the clock.
+    /// The newest token that this client proposed, and the highest.
     last: AtomicU64,
     /// The nodes' time against the local clock in µs, and when it was compared.
     offset: Mutex<Option<(Moment, i64)>>,
@@ -233,12 +233,14 @@ impl Council {
         }
     }
 
-    /// A token above `seen`, above all that this client proposed by the clock, and not below the nodes' time in µs.
+    /// A token above `seen`, above all that this client has proposed, and not below the nodes' time in µs. None is proposed twice, by the
+    /// clock or not: what nodes still say of one that was taken back must not be taken for news of another. And whoever gives up must be
+    /// above its own claims.
     pub(super) fn propose(&self, seen: u64) -> u64 {
-        let clock = self.clock().max(Who::LEAST);
-        let next = |last: u64| Some(clock.max(last + 1));
+        let least = self.clock().max(Who::LEAST).max(seen + 1);
+        let next = |last: u64| Some(least.max(last + 1));
         let last = self.last.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).unwrap_or_default();
-        clock.max(last + 1).max(seen + 1)
+        least.max(last + 1)
     }
 
     /// The nodes' time in µs: that of the middle one, so that a few that are wrong do not matter.

@@ -9,7 +9,7 @@ use fencelock_testkit::redis::RedisServer;
 use fencelock_testkit::redlock::{Nodes, TOKENS, url, value};
 use fencelock_testkit::wait::{at_once, eventually, until_free, until_line};
 use std::io::{BufRead, BufReader, Write};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const NAME: &str = "invoice:42";
 /// Never ends during a test.
@@ -211,6 +211,131 @@ async fn when_a_majority_came_back_empty_the_error_says_so() {
         late.mutex("another").try_acquire().await.is_ok_and(|guard| guard.is_some())
     })
     .await;
+}
+
+/// Where nodes keep it in mind that they are no new set.
+const FOUNDED: &str = "fencelock:redlock:founded";
+
+/// Nodes that have been up for so long, and know nothing of it.
+async fn old_nodes(seconds: u64) -> Nodes {
+    let nodes = Nodes::start(5);
+    let uptime = |server: &RedisServer| -> Option<u64> {
+        let info: String = server.ask(&["INFO", "server"]);
+        info.lines().find_map(|line| line.strip_prefix("uptime_in_seconds:")?.trim().parse().ok())
+    };
+    let old = |server: &RedisServer| uptime(server) >= Some(seconds);
+    eventually("they are old", async || nodes.servers.iter().all(old)).await;
+    nodes
+}
+
+/// One after the other: the client works with each again before the next one goes.
+async fn restart_all_empty(nodes: &mut Nodes, client: &Client) {
+    for server in &mut nodes.servers {
+        server.kill();
+        server.start_again();
+        let asked = async || client.status(NAME).await.is_ok() && server.calls(&["evalsha", "eval"]) > 0;
+        eventually("the client is back", asked).await;
+    }
+}
+
+/// All nodes have forgotten everything, but not at the same moment: a lease of before may stand, and whoever was there knows.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nodes_that_restart_one_after_the_other_are_no_new_set() {
+    let longest = Duration::from_secs(3);
+    let mut nodes = old_nodes(4).await;
+    let url = format!("{}?patience=200ms&timeout=5s&max_ttl=3s&ttl=2s", nodes.url());
+    let client = connect(&*url).await.unwrap();
+    client.mutex(NAME).acquire().await.unwrap().release().await.unwrap();
+    let started = Instant::now();
+    restart_all_empty(&mut nodes, &client).await;
+    eventually("they vote again", async || client.mutex(NAME).try_acquire().await.is_ok()).await;
+    assert!(started.elapsed() >= longest, "served after {:?}", started.elapsed());
+}
+
+/// Whoever comes later cannot know, and is told by those who were there.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whoever_comes_after_all_nodes_were_restarted_is_told() {
+    let mut nodes = Nodes::start(5);
+    let url = format!("{}?patience=200ms&timeout=5s", nodes.url());
+    let client = connect(&*url).await.unwrap();
+    let guard = client.mutex(NAME).ttl(LONG).acquire().await.unwrap();
+    restart_all_empty(&mut nodes, &client).await;
+    let late = connect(&*url).await.unwrap();
+    let error = late.mutex(NAME).try_acquire().await.expect_err("two holders");
+    assert!(error.to_string().contains("does not vote for another"), "{error}");
+    drop(guard);
+}
+
+/// Nodes that are old by the leases so far are young by those of a client with longer ones, and no new set all the same: one of them
+/// may have forgotten something.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_with_longer_leases_does_not_make_a_set_new() {
+    let mut nodes = old_nodes(2).await;
+    let client = connect(format!("{}?max_ttl=1s&ttl=1s", nodes.url())).await.unwrap();
+    client.mutex(NAME).acquire().await.unwrap().release().await.unwrap();
+    nodes.servers[4].kill();
+    nodes.servers[4].start_again();
+    let longer = connect(format!("{}?patience=200ms&timeout=5s", nodes.url())).await.unwrap();
+    let error = longer.mutex(NAME).try_acquire().await.expect_err("a node voted that may have forgotten");
+    assert!(error.to_string().contains("does not vote for another"), "{error}");
+}
+
+/// The record must last for as long as anybody may come; whoever connects to nodes that were in use puts it where it is missing.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_record_of_a_set_is_put_back_and_lasts() {
+    let mut nodes = Nodes::start(3);
+    let client = nodes.client().await;
+    client.mutex(NAME).acquire().await.unwrap().release().await.unwrap();
+    let record = |server: &RedisServer| server.ask::<Option<String>>(&["GET", FOUNDED]);
+    let founders = record(&nodes.servers[0]);
+    assert!(founders.is_some());
+    drop(client);
+    nodes.servers[1].kill();
+    nodes.servers[1].start_again();
+    for server in [&nodes.servers[0], &nodes.servers[2]] {
+        server.run(&["PEXPIRE", FOUNDED, "20000"]);
+    }
+    let late = nodes.client().await;
+    let lasts = |server: &RedisServer| server.ask::<i64>(&["PTTL", FOUNDED]) > 1_000 * 60 * 60 * 24 * 7;
+    eventually("it lasts", async || nodes.servers.iter().all(lasts)).await;
+    assert!(nodes.servers.iter().all(|server| record(server) == founders));
+    late.mutex(NAME).acquire().await.unwrap().release().await.unwrap();
+}
+
+/// Of a process that is gone nobody knows how old it was, or what it knew.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whoever_has_seen_a_node_restart_founds_nothing() {
+    let mut nodes = Nodes::start(3);
+    nodes.servers[2].kill();
+    let client = connect(format!("{}?patience=200ms&timeout=500ms", nodes.url())).await.unwrap();
+    assert!(client.mutex(NAME).try_acquire().await.is_err(), "a new set must be complete");
+    nodes.servers[0].kill();
+    for index in [0, 2] {
+        nodes.servers[index].start_again();
+        let asked = async || client.status(NAME).await.is_ok() && nodes.servers[index].calls(&["evalsha", "eval"]) > 0;
+        eventually("the client is back", asked).await;
+    }
+    let error = client.mutex(NAME).try_acquire().await.unwrap_err();
+    assert!(error.to_string().contains("does not vote for another"), "{error}");
+}
+
+/// Somebody has taken a set for new while somebody else knew better.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn founders_count_only_if_all_nodes_name_the_same() {
+    let nodes = Nodes::start(3);
+    let run_id = |server: &RedisServer| -> String {
+        let info: String = server.ask(&["INFO", "server"]);
+        info.lines().find_map(|line| line.strip_prefix("run_id:")).unwrap().trim().to_owned()
+    };
+    let founders = nodes.servers.iter().map(run_id).collect::<Vec<_>>().join(" ");
+    for (server, record) in nodes.servers.iter().zip([&*founders, &founders, "-"]) {
+        server.run(&["SET", FOUNDED, record, "PX", "100000"]);
+    }
+    let url = format!("{}?patience=200ms&timeout=5s", nodes.url());
+    let error = connect(&*url).await.unwrap().mutex(NAME).try_acquire().await.unwrap_err();
+    assert_eq!(error.to_string().matches("does not vote for another").count(), 3, "{error}");
+    nodes.servers[2].run(&["SET", FOUNDED, &founders, "PX", "100000"]);
+    connect(&*url).await.unwrap().mutex(NAME).acquire().await.unwrap().release().await.unwrap();
 }
 
 /// A node that writes everything to its disk has nothing to forget.

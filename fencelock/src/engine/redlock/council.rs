@@ -24,6 +24,9 @@ const LARGE: usize = 8;
 const TURNS: u32 = 16;
 const GATHER: Duration = Duration::from_millis(1);
 
+/// A record of founders that nobody knows: no run id.
+const FORGOTTEN: &str = "-";
+
 static DRIVER: LazyLock<std::io::Result<Runtime>> = LazyLock::new(|| {
     Builder::new_multi_thread().worker_threads(1).thread_name("fencelock-redlock").enable_all().build()
 });
@@ -60,8 +63,26 @@ struct Desk {
 struct Roll {
     /// What each node told, and when its process started.
     intros: HashMap<usize, (Intro, Moment)>,
-    /// Run ids of processes that are known to be as old as their set of nodes.
-    founders: HashSet<String>,
+    /// What nodes keep of their founders.
+    records: HashSet<String>,
+    /// These nodes are no new set: some had a record, or were old, or were other processes before.
+    in_use: bool,
+}
+
+impl Roll {
+    /// What nodes are to keep that have no record.
+    fn record(&self) -> &str {
+        let mut records = self.records.iter();
+        match (records.next(), records.next()) {
+            (Some(only), None) => only,
+            _ => FORGOTTEN,
+        }
+    }
+
+    /// This process is as old as its set of nodes. If records differ, somebody has taken for new what was not, and none is believed.
+    fn is_founder(&self, run_id: &str) -> bool {
+        self.record().split(' ').any(|founder| founder == run_id)
+    }
 }
 
 /// What nodes pushed for one who waits, and who does not as a rule: it costs little until something comes.
@@ -335,41 +356,60 @@ impl Council {
         let now = Clock::Boot.now();
         let since = Moment::from_nanos(now.as_nanos().saturating_sub(nanos(intro.uptime)));
         let mut roll = self.roll.lock().await;
-        if let Some(record) = &intro.founded {
-            roll.founders.extend(record.split(' ').map(str::to_owned));
-        }
+        roll.records.extend(intro.founded.clone());
+        let restarted = roll.intros.get(&index).is_some_and(|(known, _)| known.run_id != intro.run_id);
         roll.intros.insert(index, (intro, since));
-        if self.quarantine == Quarantine::Auto {
-            self.found(&mut roll, now).await;
+        let old = roll.intros.values().any(|(_, since)| now.since(*since) >= self.longest());
+        roll.in_use |= restarted || old || !roll.records.is_empty();
+        if roll.in_use {
+            self.pass_on(&mut roll, index).await;
+        } else if self.quarantine == Quarantine::Auto {
+            self.found(&mut roll).await;
         }
         for (index, (intro, since)) in &roll.intros {
             self.nodes[*index].set_trust(self.trust(&roll, intro, *since, now));
         }
     }
 
-    /// All nodes are young and none knows of others before them: a new set, in which nobody can hold anything yet.
-    async fn found(&self, roll: &mut Roll, now: Moment) {
-        let young = |(_, since): &(Intro, Moment)| now.since(*since) < self.longest();
-        let new = roll.intros.len() == self.nodes.len() && roll.intros.values().all(young);
-        if !new || !roll.founders.is_empty() {
+    /// All nodes are young, and neither they nor this client know of others before them: a new set, in which nobody can hold anything yet.
+    async fn found(&self, roll: &mut Roll) {
+        if roll.intros.len() < self.nodes.len() {
             return;
         }
         let mut ids: Vec<&str> = roll.intros.values().map(|(intro, _)| intro.run_id.as_str()).collect();
         ids.sort_unstable();
         let record = ids.join(" ");
-        let life = self.longest() * 2 + Duration::from_secs(60);
-        let written = self.nodes.iter().map(|node| node.found(&record, life));
-        let written = futures_util::future::join_all(written).await;
+        let standing = self.nodes.iter().map(|node| node.found(&record));
+        let standing = futures_util::future::join_all(standing).await;
         // Another client may have been faster; it saw the same processes, or this set is not new.
-        if written.iter().all(|found| found.as_deref() == Some(&record)) {
-            roll.founders = record.split(' ').map(str::to_owned).collect();
+        if standing.iter().all(Option::is_some) {
+            roll.records.extend(standing.into_iter().flatten());
+        }
+    }
+
+    /// Nodes that forget are reminded by the others that they are no new set: a client that comes when all have forgotten, one after the
+    /// other, cannot know. The newest one comes last, since the others may know the founders.
+    async fn pass_on(&self, roll: &mut Roll, newest: usize) {
+        for last in [false, true] {
+            let lacks = |(index, (intro, _)): (&usize, &(Intro, Moment))| {
+                (intro.founded.is_none() && (*index == newest) == last).then_some(*index)
+            };
+            let lacking: Vec<usize> = roll.intros.iter().filter_map(lacks).collect();
+            let standing = lacking.iter().map(|index| self.nodes[*index].found(roll.record()));
+            let standing = futures_util::future::join_all(standing).await;
+            for (index, record) in lacking.iter().zip(standing) {
+                roll.records.extend(record.clone());
+                if let Some((intro, _)) = roll.intros.get_mut(index) {
+                    intro.founded = record;
+                }
+            }
         }
     }
 
     fn trust(&self, roll: &Roll, intro: &Intro, since: Moment, now: Moment) -> Trust {
         // Uptime comes in whole seconds.
         let until = since.after(self.longest() + Duration::from_secs(1));
-        if intro.durable || roll.founders.contains(&intro.run_id) {
+        if intro.durable || roll.is_founder(&intro.run_id) {
             return Trust::Full;
         }
         let span = self.longest() + Duration::from_secs(1);

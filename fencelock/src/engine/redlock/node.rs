@@ -22,6 +22,9 @@ const DEBTS: usize = 10_000;
 const FOUNDED: &str = "fencelock:redlock:founded";
 const LONGEST: &str = "fencelock:redlock:longest";
 const OUT: &str = "fencelock:redlock:out";
+/// How long a node keeps the founders' run ids after the last client was there, and how often one that stays says so.
+const RECORD: Duration = Duration::from_secs(30 * 24 * 60 * 60);
+const REMIND: Duration = Duration::from_secs(24 * 60 * 60);
 /// How the keys begin that hold those who wait; see `vote.lua`.
 const QUEUES: &str = "fencelock:rq:";
 /// What there is to say of a node before the first attempt to connect has ended.
@@ -411,13 +414,22 @@ impl Node {
     }
 
     /// Writes down the founders, unless others were. The record that stands.
-    pub(super) async fn found(&self, run_ids: &str, life: Duration) -> Option<String> {
+    pub(super) async fn found(&self, run_ids: &str) -> Option<String> {
         let mut connection = self.connection()?;
         let mut found = redis::pipe();
-        found.cmd("SET").arg(FOUNDED).arg(run_ids).arg("NX").arg("PX").arg(super::ballot::millis(life)).ignore();
+        found.cmd("SET").arg(FOUNDED).arg(run_ids).arg("NX").arg("PX").arg(super::ballot::millis(RECORD)).ignore();
         found.cmd("GET").arg(FOUNDED);
         let (record,): (Option<String>,) = found.query_async(&mut connection).await.ok()?;
         record
+    }
+
+    /// Lets the founders' record last.
+    fn prolong_record(connection: &Wire) {
+        let connection = connection.clone();
+        tokio::spawn(async move {
+            let life = super::ballot::millis(RECORD);
+            let _ = connection.call(redis::cmd("PEXPIRE").arg(FOUNDED).arg(life)).await;
+        });
     }
 
     async fn serve(
@@ -439,6 +451,7 @@ impl Node {
                 flights.push(fly(batch, &connection, true));
             }
         }
+        let mut remind = tokio::time::interval(REMIND);
         loop {
             tokio::select! {
                 biased;
@@ -479,6 +492,7 @@ impl Node {
                     }
                     None => return,
                 },
+                _ = remind.tick() => Self::prolong_record(&connection),
             }
         }
         let why = Arc::clone(self.state().down.get_or_insert_with(|| "the connection broke".into()));

@@ -296,7 +296,7 @@ impl Post {
     /// One call, with repetitions: every operation is idempotent by its owner, or by a token. An operation that the server refuses
     /// spoils its batch; then each is tried by itself.
     async fn deliver<O: Borrow<Op> + Sync>(&self, ops: &[O]) -> Vec<Outcome> {
-        match self.call(ops, false).await {
+        match self.call(ops).await {
             Ok(answers) if self.rules.replicas == 0 => answers.into_iter().map(Ok).collect(),
             Ok(answers) => self.replicated(ops, answers).await,
             Err(fault) if ops.len() == 1 => vec![Err(fault)],
@@ -329,7 +329,7 @@ impl Post {
                 Reply::Held { token } if !counts => {
                     let undo = Op { code: "r".into(), who: op.who.with_token(token), note: None, ..op.clone() };
                     // If this fails as well, the lease ends by itself.
-                    let _ = self.call(std::slice::from_ref(&undo), false).await;
+                    let _ = self.call(std::slice::from_ref(&undo)).await;
                     Err(too_few(wanted, answer.replicas))
                 }
                 Reply::Renewed(true) if !counts => Err(too_few(wanted, answer.replicas)),
@@ -339,14 +339,14 @@ impl Post {
         outcomes
     }
 
-    async fn call<O: Borrow<Op>>(&self, ops: &[O], asking: bool) -> Result<Vec<Answer>, Fault> {
+    async fn call<O: Borrow<Op>>(&self, ops: &[O]) -> Result<Vec<Answer>, Fault> {
         let give_up = Clock::Boot.now().after(self.rules.patience);
         let mut pause = Duration::from_millis(10);
         let mut repeated = false;
         let mut by_hash = true;
         let groups = Group::of(ops);
         loop {
-            let fault = match self.attempt(&groups, by_hash, asking, repeated).await {
+            let fault = match self.attempt(&groups, by_hash, repeated).await {
                 Err(fault) => fault,
                 answers => return answers,
             };
@@ -359,22 +359,12 @@ impl Post {
         }
     }
 
-    async fn attempt(
-        &self,
-        groups: &Groups<'_>,
-        by_hash: bool,
-        asking: bool,
-        repeated: bool,
-    ) -> Result<Vec<Answer>, Fault> {
+    async fn attempt(&self, groups: &Groups<'_>, by_hash: bool, repeated: bool) -> Result<Vec<Answer>, Fault> {
         let open = self.link.open().await?;
         self.link.vouch(&open, groups.longest_lease(), groups.any(Op::may_let_in)).await?;
         let waits = self.rules.by_slot && groups.any(Op::may_wait);
         let listening = if waits { self.link.listen_at(&open, groups.slot) } else { None };
         let mut packed = Vec::with_capacity(512 + groups.count * 128);
-        if asking {
-            packed.extend(redis::cmd("ASKING").get_packed_command());
-        }
-        let at = usize::from(asking);
         self.pack(&mut packed, groups, by_hash, repeated, &open);
         let replicas = self.rules.replicas > 0 && groups.any(Op::may_hold);
         if replicas {
@@ -382,17 +372,17 @@ impl Post {
             packed.extend(redis::cmd("WAIT").arg(self.rules.replicas).arg(millis(span)).get_packed_command());
         }
         let sent = Clock::Boot.now();
-        let values = self.link.send(&open, &packed, at + 1 + usize::from(replicas)).await;
+        let values = self.link.send(&open, &packed, 1 + usize::from(replicas)).await;
         if let Some(told) = listening {
             self.link.listens(&open, groups.slot, told).await?;
         }
         let values = values?;
+        let (server, replies) = values.first().and_then(|value| read(value, groups)).ok_or_else(Fault::unreadable)?;
         self.link.heard(sent);
-        let (server, replies) = values.get(at).and_then(|value| read(value, groups)).ok_or_else(Fault::unreadable)?;
         if server > 0 {
             self.link.server_time().note(sent, server);
         }
-        let replicas = values.get(at + 1).and_then(number).map(|have| usize::try_from(have).unwrap_or(usize::MAX));
+        let replicas = values.get(1).and_then(number).map(|have| usize::try_from(have).unwrap_or(usize::MAX));
         Ok(replies.into_iter().map(|reply| Answer { reply, sent, repeated, replicas }).collect())
     }
 

@@ -171,6 +171,8 @@ pub struct Hold {
     pub seat: Option<u64>,
     /// [`Grant::token`], likewise. An owner may hold again after it lost the lock: what is meant is the hold with this token.
     pub token: Option<Token>,
+    /// How it was asked for.
+    pub mode: Mode,
     /// For a release: an earlier attempt may have been carried out, or the lock lost before. What the engine still knows of this hold
     /// does not prove then that nobody else holds.
     pub again: bool,
@@ -184,6 +186,7 @@ impl Hold {
             ttl: claim.ttl,
             seat: grant.map(|grant| grant.seat),
             token: grant.map(|grant| grant.token),
+            mode: claim.mode,
             again: false,
         }
     }

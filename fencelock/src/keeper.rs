@@ -378,7 +378,9 @@ impl Keeper {
         // Also when the engine took it, or somebody who awaits the loss found it first: whatever the engine keeps for this owner
         // must go.
         if held.loss().is_some() && !held.borrowed {
-            self.release_later(held.hold.clone());
+            // If the engine has forgotten that it took it, this must not count as the release of one who holds.
+            let again = matches!(held.loss(), Some(Loss::Taken | Loss::Deadline));
+            self.release_later(Hold { again, ..held.hold.clone() });
         }
     }
 

@@ -7,7 +7,7 @@ use fencelock::{ErrorKind, Guard, Loss, Result, connect};
 use fencelock_testkit::proxy::Proxy;
 use fencelock_testkit::redis::{RedisCluster, RedisPair, RedisServer, deafen_replicas};
 use fencelock_testkit::wait::{at_once, eventually, until_line};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const NAME: &str = "invoice:42";
 /// Long enough for a failover to happen while it lasts.
@@ -198,4 +198,26 @@ async fn a_marker_that_is_on_its_way_stops_nobody() {
     );
     let attempt = served.lock().unwrap().take().unwrap();
     assert!(matches!(attempt, Ok(Some(_))), "{attempt:?}");
+}
+
+/// What is done for a hold over an old connection does not show that its server has not followed another one meanwhile.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_release_over_an_old_connection_does_not_vouch_for_the_server() {
+    let RedisPair { master: a, replica: mut b } = RedisPair::start().await;
+    let old = connect(format!("{}?ttl=20s", a.url())).await.unwrap();
+    let job = old.mutex("job").acquire().await.unwrap();
+    let quiet_since = Instant::now();
+    b.catch_up_with(&a).await;
+    b.promote();
+    a.follow(&b).await;
+    let between = connect(format!("{}?ttl=20s&quarantine=off", b.url())).await.unwrap();
+    deafen_replicas(&b);
+    let held = between.mutex(NAME).acquire().await.unwrap();
+    b.kill();
+    a.promote();
+    eventually("the connection was quiet", async || quiet_since.elapsed() > Duration::from_millis(1500)).await;
+    job.release().await.unwrap();
+    let attempt = old.mutex(NAME).try_acquire().await;
+    assert!(is_in_quarantine(&attempt), "{attempt:?}");
+    assert!(held.is_valid(), "it was too slow to tell anything");
 }

@@ -17,11 +17,12 @@
 -- ARGV: life of T in ms; 1 in quarantine (see takeover.lua: nothing is granted to new owners, except by the first release of
 --   one who holds alone), 0 otherwise, and on a cluster behind it how inboxes are named (s: or p: and what is appended); then per group:
 --   operation, count; for a, t and n also ttl in ms and what is noted of the owners (\n session \n label); then each owner
---   (for n, r and x the owner is followed by ':' token \n if that is known: then only this hold is meant, and no other one of
+--   (for n, r, R and x the owner is followed by ':' token \n if that is known: then only this hold is meant, and no other one of
 --   the same owner; for v by that of the newest hold that is meant, 0 for a foreigner)
 -- Operations; a and t are followed by the mode (e, s, p) and, unless both are 0, ':' permits ':' time of arrival:
 --   a acquire or wait; also a waiter's look at its place (idempotent)   t acquire or leave it
---   r release   R the same when an earlier attempt may have been carried out, perhaps by the predecessor of this server
+--   r release   R the same when it does not prove that nobody else holds: others may hold together with this one, or an earlier
+--   attempt was carried out, perhaps by the predecessor of this server
 --   x release for good: leaves a tombstone   n renew   v evict all holders up to a token
 -- Reply: server time in µs if that mattered, 0 otherwise; then per group its number if all its replies are that number, and else
 --   all of them:

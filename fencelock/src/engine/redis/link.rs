@@ -12,7 +12,7 @@ use crate::{Clock, Error, ErrorKind, Moment, Owner};
 use redis::{Cmd, RedisError, RedisResult, Value};
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 use tokio::sync::mpsc;
 
@@ -48,22 +48,43 @@ type Listens = Arc<Mutex<HashSet<u16>>>;
 pub(super) struct Open {
     wire: Wire,
     generation: u64,
-    quarantine: Arc<Sign>,
-    /// Whose writes the server had when it was connected to.
-    history: Option<History>,
+    known: Arc<Known>,
     /// Channels can belong to a slot, so that their messages stay on one node of a cluster (Redis 7).
     sharded: bool,
     /// Slots for which words are listened to, on a cluster.
     listens: Listens,
 }
 
+/// What a connection knows of its server.
+#[derive(Default)]
+struct Known {
+    quarantine: Sign,
+    /// Whose writes the server had when it was connected to.
+    history: OnceLock<History>,
+    /// The longest lease that a successor of this server would wait for on behalf of this client, in ms.
+    announced: AtomicU64,
+    /// When something was sent last whose answer shows that the server was a master, and has been since it was connected to. In ns of
+    /// the clock since boot.
+    heard: AtomicU64,
+}
+
 impl Open {
+    /// The server has answered as a master what was sent at this moment, and is known to have been one until then.
+    pub(super) fn heard(&self, sent: Moment) {
+        self.known.heard.store(sent.as_nanos(), Ordering::Relaxed);
+    }
+
+    /// Whether nothing may be granted to new owners, also if it should be over: it may have been prolonged.
+    pub(super) fn is_in_quarantine(&self) -> bool {
+        self.known.quarantine.read().is_some()
+    }
+
     fn listens(&self) -> MutexGuard<'_, HashSet<u16>> {
         self.listens.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn quarantine(&self) -> Option<Quarantine> {
-        self.quarantine.read().filter(|quarantine| !quarantine.left().is_zero())
+        self.known.quarantine.read().filter(|quarantine| !quarantine.left().is_zero())
     }
 
     /// What `line.lua` appends to the names of inboxes on a cluster; starts with `s` if they are sharded.
@@ -92,10 +113,6 @@ pub(super) struct Plan {
 pub(super) struct Link {
     plan: Plan,
     open: Mutex<Option<Open>>,
-    /// The longest lease that a successor of this server would wait for on behalf of this client, in ms.
-    announced: AtomicU64,
-    /// When something was sent last that the server has answered as a master, in ns of the clock since boot.
-    heard: AtomicU64,
     /// Only one task connects.
     connecting: tokio::sync::Mutex<()>,
     server_time: ServerTime,
@@ -112,8 +129,6 @@ impl Link {
         Self {
             plan,
             open: Mutex::new(None),
-            announced: AtomicU64::new(0),
-            heard: AtomicU64::new(0),
             connecting: tokio::sync::Mutex::new(()),
             server_time: ServerTime::default(),
         }
@@ -200,16 +215,14 @@ impl Link {
         };
         // Nothing that matters was sent: whatever went wrong, the engine was not reached.
         let mut wire = connecting.await.map_err(|error| fault(error, false))?;
-        let mut open =
-            Open { wire: wire.clone(), generation, quarantine: Arc::default(), history: None, sharded: false, listens };
+        let mut open = Open { wire: wire.clone(), generation, known: Arc::default(), sharded: false, listens };
         if self.plan.policy != Policy::Off || self.is_in_cluster() {
+            let now = Clock::Boot.now();
             let server = takeover::look(&mut wire).await?;
             open.sharded = server.sharded_channels();
-            let longest = self.plan.longest.load(Ordering::Relaxed);
-            open.quarantine.put(self.check(&mut wire, &server, longest).await?);
-            open.history = Some(server.history().clone());
-            self.announced.store(longest, Ordering::Relaxed);
-            self.heard(Clock::Boot.now());
+            let _ = open.known.history.set(server.history().clone());
+            open.heard(now);
+            self.check(&open, &server, self.plan.longest.load(Ordering::Relaxed)).await?;
         }
         if let Some(quarantine) = open.quarantine() {
             tracing::warn!("nothing is granted to new owners for {:.1?}: {}", quarantine.left(), quarantine.reason());
@@ -236,60 +249,67 @@ impl Link {
         }
     }
 
-    async fn check(&self, wire: &mut Wire, server: &Server, longest: u64) -> Result<Option<Quarantine>, Fault> {
-        if self.plan.policy == Policy::Off {
-            return Ok(None);
-        }
-        takeover::check(wire, server, self.plan.policy, Duration::from_millis(longest), &self.places()).await
-    }
-
-    /// The server has answered as a master what was sent at this moment.
-    pub(super) fn heard(&self, sent: Moment) {
-        self.heard.store(sent.as_nanos(), Ordering::Relaxed);
-    }
-
-    /// Makes sure that a successor of this server would wait for as long as this lease; and if `fresh`, that this server has not
-    /// followed another master since it was connected to. Connections outlive that.
-    pub(super) async fn vouch(&self, open: &Open, lease: Duration, fresh: bool) -> Result<(), Fault> {
+    /// Finds out whether the server must wait, and notes there how long leases last.
+    async fn check(&self, open: &Open, server: &Server, longest: u64) -> Result<(), Fault> {
         if self.plan.policy == Policy::Off {
             return Ok(());
         }
-        let announced = self.announced.load(Ordering::Relaxed) >= millis(lease);
-        let heard = Duration::from_nanos(self.heard.load(Ordering::Relaxed));
-        let quiet = fresh && Duration::from_nanos(Clock::Boot.now().as_nanos()).saturating_sub(heard) > QUIET;
-        // Somebody may have prolonged it.
-        let over = open.quarantine.read().is_some_and(|quarantine| quarantine.left().is_zero());
-        if announced && !quiet && !over {
-            return Ok(());
+        let (mut wire, span) = (open.wire.clone(), Duration::from_millis(longest));
+        let quarantine = takeover::check(&mut wire, server, self.plan.policy, span, &self.places()).await?;
+        open.known.quarantine.put(quarantine);
+        open.known.announced.fetch_max(longest, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Makes sure that a successor of this server would wait for as long as this lease; and if somebody may be let in, that this server
+    /// has not followed another master since it was connected to, which connections outlive, and that a quarantine is over. Returns
+    /// whether it is known to have been a master until now.
+    pub(super) async fn vouch(&self, open: &Open, lease: Duration, lets_in: bool) -> Result<bool, Fault> {
+        if self.plan.policy == Policy::Off {
+            return Ok(false);
+        }
+        let announced = open.known.announced.load(Ordering::Relaxed) >= millis(lease);
+        let heard = Moment::from_nanos(open.known.heard.load(Ordering::Relaxed));
+        let quiet = Clock::Boot.now().since(heard) > QUIET;
+        let over = lets_in && open.is_in_quarantine() && open.quarantine().is_none();
+        if announced && !over && !(quiet && lets_in) {
+            return Ok(!quiet);
         }
         // In a box: everybody passes here, and hardly anybody stays.
         let vouched = Box::pin(async {
-            if quiet {
+            if quiet && lets_in {
                 self.see_history(open).await?;
             }
             if announced && !over { Ok(()) } else { self.announce(open, lease).await }
         });
-        vouched.await.inspect_err(|_| self.broke(open.generation))
+        match vouched.await {
+            Ok(()) => Ok(lets_in || !quiet),
+            Err(fault) if fault.broken => {
+                self.broke(open.generation);
+                Err(fault)
+            }
+            Err(fault) if lets_in => Err(fault),
+            // Who holds already goes on.
+            Err(_) => Ok(false),
+        }
     }
 
     async fn see_history(&self, open: &Open) -> Result<(), Fault> {
         let now = Clock::Boot.now();
         let history = takeover::look_at_history(&mut open.wire.clone()).await?;
-        if open.history.as_ref().is_some_and(|then| history.has_turned_since(then)) {
-            return Err(turned());
+        if open.known.history.get().is_some_and(|then| history.has_turned_since(then)) {
+            let text = "the server has taken over from another one meanwhile";
+            return Err(Fault { broken: true, ..Fault::passing(Error::new(ErrorKind::Unavailable, text)) });
         }
-        self.heard(now);
+        open.heard(now);
         Ok(())
     }
 
     async fn announce(&self, open: &Open, lease: Duration) -> Result<(), Fault> {
         // Whichever server is connected to next hears of it, too.
         let longest = self.plan.longest.fetch_max(millis(lease), Ordering::Relaxed).max(millis(lease));
-        let mut wire = open.wire.clone();
-        let server = takeover::look(&mut wire).await?;
-        open.quarantine.put(self.check(&mut wire, &server, longest).await?);
-        self.announced.fetch_max(longest, Ordering::Relaxed);
-        Ok(())
+        let server = takeover::look(&mut open.wire.clone()).await?;
+        self.check(open, &server, longest).await
     }
 
     /// Sends one command and returns its answer.
@@ -345,10 +365,6 @@ impl Link {
     pub(super) fn server_time(&self) -> &ServerTime {
         &self.server_time
     }
-}
-
-fn turned() -> Fault {
-    Fault::passing(Error::new(ErrorKind::Unavailable, "the server has taken over from another one meanwhile"))
 }
 
 /// Waits until a server has confirmed a subscription.

@@ -428,7 +428,7 @@ impl Engine for RedisEngine {
     async fn release(&self, hold: &Hold) -> Result<Release> {
         // A claim that was given up before its answer came, or was sent twice, may still be on its way.
         let once = hold.seat.is_some_and(|seat| seat & 1 == 0);
-        let code = match (once, hold.again) {
+        let code = match (once, hold.again || hold.mode != Mode::Exclusive) {
             (true, false) => "r",
             (true, true) => "R",
             (false, _) => "x",

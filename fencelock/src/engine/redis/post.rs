@@ -134,6 +134,13 @@ pub(super) enum Reply {
     Quarantined,
 }
 
+impl Reply {
+    /// Whether something was written for it, which no replica does.
+    fn is_of_a_master(&self) -> bool {
+        matches!(self, Reply::Held { .. } | Reply::Waits { .. } | Reply::Released(1..))
+    }
+}
+
 /// A reply, and what is known about how it came.
 #[derive(Debug, Clone)]
 pub(super) struct Answer {
@@ -361,7 +368,7 @@ impl Post {
 
     async fn attempt(&self, groups: &Groups<'_>, by_hash: bool, repeated: bool) -> Result<Vec<Answer>, Fault> {
         let open = self.link.open().await?;
-        self.link.vouch(&open, groups.longest_lease(), groups.any(Op::may_let_in)).await?;
+        let vouched = self.link.vouch(&open, groups.longest_lease(), groups.any(Op::may_let_in)).await?;
         let waits = self.rules.by_slot && groups.any(Op::may_wait);
         let listening = if waits { self.link.listen_at(&open, groups.slot) } else { None };
         let mut packed = Vec::with_capacity(512 + groups.count * 128);
@@ -378,7 +385,9 @@ impl Post {
         }
         let values = values?;
         let (server, replies) = values.first().and_then(|value| read(value, groups)).ok_or_else(Fault::unreadable)?;
-        self.link.heard(sent);
+        if vouched && replies.iter().any(Reply::is_of_a_master) {
+            open.heard(sent);
+        }
         if server > 0 {
             self.link.server_time().note(sent, server);
         }
@@ -574,7 +583,7 @@ impl Post {
         for op in groups.members() {
             packer.text(op.key.name.as_str());
         }
-        let quarantined = if open.quarantine().is_some() { "1" } else { "0" };
+        let quarantined = if open.is_in_quarantine() { "1" } else { "0" };
         let remember = millis(REMEMBER + groups.longest());
         if self.rules.by_slot {
             let tag = tag_of(groups.slot);

@@ -7,7 +7,7 @@
 --       life of N in ms; for how long the process is to wait for being young, in ms; the same if it knows of no predecessor;
 --       and where the same is noted at several places: '?' if another one is to be asked unless N is here, and when it was found
 --       out already at another one, the first two parts of that reply
--- Reply: for how many ms nothing is granted, -1 if another place is to be asked; 1 if that is because of a predecessor; 1 if N says something new.
+-- Reply: for how many ms nothing is granted, -1 if another place is to be asked; 1 if that is because of a predecessor.
 -- Invariant: N names this process before any of its clients is granted anything.
 local call, match = redis.call, string.match
 local N, G, T = KEYS[1], KEYS[2], KEYS[3]
@@ -19,10 +19,9 @@ local function wait(why, ms)
   if ms > 0 then call('SET', G, string.format('%s:%.0f', why, now), 'PX', ms) end
 end
 
-local known = call('GET', N)
-local run, id, lease = match(known or '', '^(%x+)%-(%x+):(%d+)$')
+local run, id, lease = match(call('GET', N) or '', '^(%x+)%-(%x+):(%d+)$')
 lease = math.max(tonumber(lease or 0), tonumber(ARGV[4]))
-if ARGV[8] == '?' and not run then return {-1, 0, 0} end
+if ARGV[8] == '?' and not run then return {-1, 0} end
 if ARGV[9] then
   young = 0
   if tonumber(ARGV[8]) > math.max(call('PTTL', G), 0) then
@@ -46,6 +45,5 @@ if why == 'predecessor' then
   local left = tonumber(since) + lease - now
   if left > call('PTTL', G) then call('PEXPIRE', G, left) end
 end
-local says = string.format('%s-%s:%.0f', ARGV[1], ARGV[2], lease)
-call('SET', N, says, 'PX', ARGV[5])
-return {math.max(call('PTTL', G), 0), why == 'predecessor' and 1 or 0, says ~= known and 1 or 0}
+call('SET', N, string.format('%s-%s:%.0f', ARGV[1], ARGV[2], lease), 'PX', ARGV[5])
+return {math.max(call('PTTL', G), 0), why == 'predecessor' and 1 or 0}

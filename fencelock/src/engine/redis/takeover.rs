@@ -12,9 +12,6 @@ use std::time::Duration;
 /// tell of a predecessor after that; on a cluster, that it is young and has data.
 const KEPT: Duration = Duration::from_secs(90 * 24 * 3600);
 
-/// How long replicas are waited for when they should know of something.
-const HEARD_IN: Duration = Duration::from_millis(500);
-
 /// Which servers must wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Policy {
@@ -88,8 +85,6 @@ pub(super) struct Server {
     age: Duration,
     has_data: bool,
     history: History,
-    /// How many replicas follow it at this moment.
-    replicas: usize,
 }
 
 impl Server {
@@ -115,10 +110,8 @@ impl History {
     /// An error when it is not that of a master.
     fn read(info: &str) -> Result<Self, Fault> {
         if field(info, "role") == Some("slave") {
-            return Err(Fault::passing(Error::new(
-                ErrorKind::Unavailable,
-                "the server is a read-only replica; name its master in the URL",
-            )));
+            let text = "the server is a read-only replica; name its master in the URL";
+            return Err(Fault { broken: true, ..Fault::passing(Error::new(ErrorKind::Unavailable, text)) });
         }
         Ok(Self {
             id: field(info, "master_replid").unwrap_or("0").to_owned(),
@@ -142,7 +135,6 @@ pub(super) async fn look(connection: &mut Wire) -> Result<Server, Fault> {
         age: Duration::from_secs(number("uptime_in_seconds").unwrap_or(0).into()),
         has_data: info.lines().any(|line| line.starts_with("db") && line.contains(":keys=")),
         history: History::read(&info)?,
-        replicas: info.lines().filter(|line| line.starts_with("slave") && line.contains("state=online")).count(),
     })
 }
 
@@ -178,27 +170,22 @@ pub(super) async fn check(
         }
     }
     let Some((place, found)) = found else { return Err(failed.unwrap_or_else(Fault::unreadable)) };
-    let mut is_news = found.is_news == 1;
+    let mut longest = found;
     for other in places {
         if other == place {
             continue;
         }
         match question.ask(connection, other, Known::Elsewhere(found)).await {
-            Ok(answer) => is_news |= answer.is_news == 1,
+            Ok(answer) if answer.left > longest.left => longest = answer,
+            Ok(_) => {}
             Err(fault) => tracing::debug!("who grants cannot be noted at {other}: {}", fault.error),
         }
-    }
-    if is_news && server.replicas > 0 {
-        // A replica that is promoted should know of it. One that does not listen is not waited for.
-        let known =
-            redis::cmd("WAIT").arg(server.replicas).arg(millis(HEARD_IN)).query_async::<usize>(connection).await;
-        tracing::debug!("{} replicas, of which {known:?} know how long leases last", server.replicas);
     }
     let until = |found: Found| Quarantine {
         until: Clock::Boot.now().after(Duration::from_millis(found.left.unsigned_abs())),
         after_predecessor: found.after_predecessor == 1,
     };
-    Ok(Some(found).filter(|found| found.left > 0).map(until))
+    Ok(Some(longest).filter(|found| found.left > 0).map(until))
 }
 
 /// The answer of `takeover.lua`.
@@ -206,7 +193,6 @@ pub(super) async fn check(
 struct Found {
     left: i64,
     after_predecessor: u8,
-    is_news: u8,
 }
 
 /// What is known already.
@@ -249,8 +235,8 @@ impl Question<'_> {
             Known::Elsewhere(found) => drop(script.arg(found.left).arg(found.after_predecessor)),
         }
         let answer = script.query_async(connection).await;
-        let (left, after_predecessor, is_news) = answer.map_err(|error| fault(error, false))?;
-        Ok(Found { left, after_predecessor, is_news })
+        let (left, after_predecessor) = answer.map_err(|error| fault(error, false))?;
+        Ok(Found { left, after_predecessor })
     }
 }
 

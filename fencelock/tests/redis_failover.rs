@@ -5,7 +5,7 @@
 
 use fencelock::{Client, ErrorKind, Guard, Loss, connect};
 use fencelock_testkit::proxy::Proxy;
-use fencelock_testkit::redis::{MASTER, RedisCluster, RedisSentinels, RedisServer, deafen_replicas};
+use fencelock_testkit::redis::{MASTER, RedisCluster, RedisPair, RedisSentinels, RedisServer, deafen_replicas};
 use fencelock_testkit::wait::{at_once, eventually, line, until_line};
 use std::time::{Duration, Instant};
 
@@ -18,41 +18,13 @@ async fn in_time<T>(what: &str, waiting: impl Future<Output = T>) -> T {
     tokio::time::timeout(Duration::from_secs(40), waiting).await.unwrap_or_else(|_| panic!("waited in vain: {what}"))
 }
 
-/// A master and a replica that nobody watches over.
-struct Pair {
-    master: RedisServer,
-    replica: RedisServer,
-}
-
-impl Pair {
-    async fn start() -> Self {
-        let master = RedisServer::options().set("repl-diskless-sync-delay", "0").start();
-        let replica = RedisServer::options().set("replicaof", format!("127.0.0.1 {}", master.port())).start();
-        let linked = || replica.ask::<String>(&["INFO", "replication"]).contains("master_link_status:up");
-        eventually("the replica follows", async || linked()).await;
-        Self { master, replica }
-    }
-
-    fn fail_over(&mut self) {
-        self.master.kill();
-        self.replica.run(&["REPLICAOF", "NO", "ONE"]);
-    }
-}
-
 async fn second_holder(policy: &str) -> (Guard, Option<Guard>) {
-    let mut pair = Pair::start().await;
+    let mut pair = RedisPair::start().await;
     // The first one is there before replication stops, as in life; what it locks is not replicated.
     let options = format!("?ttl=6s&patience=500ms&quarantine={policy}");
     let first = connect(format!("{}{options}", pair.master.url())).await.unwrap();
     first.mutex("before").acquire().await.unwrap().release().await.unwrap();
-    let offset = |server: &RedisServer, what: &str| {
-        let info = server.ask::<String>(&["INFO", "replication"]);
-        info.lines().find_map(|line| line.strip_prefix(what)).map(|text| text.trim().parse::<u64>().unwrap()).unwrap()
-    };
-    eventually("the replica has it", async || {
-        offset(&pair.replica, "slave_repl_offset:") >= offset(&pair.master, "master_repl_offset:")
-    })
-    .await;
+    pair.replica.catch_up_with(&pair.master).await;
     deafen_replicas(&pair.master);
     let held = first.mutex(NAME).acquire().await.unwrap();
     pair.fail_over();
@@ -94,7 +66,7 @@ async fn without_quarantine_a_failover_gives_two_holders() {
 /// A replica that never heard of any lock is told by its history.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_promoted_replica_that_knows_of_no_lock_waits_as_well() {
-    let mut pair = Pair::start().await;
+    let mut pair = RedisPair::start().await;
     deafen_replicas(&pair.master);
     pair.fail_over();
     let client = connect(format!("{}?ttl=2s", pair.replica.url())).await.unwrap();

@@ -97,6 +97,9 @@ async fn a_server_without_memory_keeps_what_it_has() {
         server.run(&["CONFIG", "SET", "maxmemory", "1"]);
         told(&hasty.mutex("other").acquire().await.unwrap_err(), ErrorKind::Unavailable, "maxmemory");
         drop(guard.reenter().await.unwrap());
+        // Over another connection as well.
+        server.run(&["CLIENT", "KILL", "TYPE", "pubsub"]);
+        drop(guard.reenter().await.unwrap());
         gives_up.abort();
         until_line(&client, NAME, 1, 1).await;
         guard.release().await.unwrap();

@@ -221,3 +221,23 @@ async fn a_release_over_an_old_connection_does_not_vouch_for_the_server() {
     assert!(is_in_quarantine(&attempt), "{attempt:?}");
     assert!(held.is_valid(), "it was too slow to tell anything");
 }
+
+/// Whoever accepts connections only to close them (a full server, a balancer with nothing behind it) is not overrun.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn connections_that_are_closed_at_once_are_not_made_without_a_pause() {
+    let server = RedisServer::start();
+    let proxy = Proxy::to(server.port());
+    let client = connect(proxy.redis_url()).await.unwrap();
+    let held = client.mutex(NAME).acquire().await.unwrap();
+    // Nobody listens there.
+    proxy.lead_to(1);
+    let before = proxy.connections();
+    proxy.cut();
+    let start = Instant::now();
+    eventually("a while", async || start.elapsed() > Duration::from_secs(2)).await;
+    let made = proxy.connections() - before;
+    assert!(made < 100, "{made} connections in two seconds");
+    proxy.lead_to(server.port());
+    eventually("it holds", async || held.confirm().await.is_ok()).await;
+    held.release().await.unwrap();
+}

@@ -94,7 +94,9 @@ impl Sentinel {
                 Err(fault) => without.push(format!("Sentinel {}: {}", number + 1, fault.error)),
             }
         }
-        let newest = votes.into_iter().max_by_key(|((epoch, _), votes)| (*epoch, *votes));
+        // Where nothing else tells, nobody moves.
+        let weight = |((epoch, address), votes): &((u64, Address), usize)| (*epoch, *votes, self.is_in_use(address));
+        let newest = votes.into_iter().max_by_key(weight);
         newest.map(|((_, address), _)| address).ok_or_else(|| {
             let text = format!(
                 "no Sentinel tells who is the master {:?}; check the name and the Sentinels' addresses",

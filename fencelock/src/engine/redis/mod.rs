@@ -53,6 +53,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::{Notify, mpsc};
 
+/// A connection that lasts for longer than this was worth making.
+const STABLE: Duration = Duration::from_secs(1);
+
 /// What an error of the server means, for people. `sent`: the request may have reached it.
 #[cfg(feature = "redlock")]
 pub(in crate::engine) fn explain(error: redis::RedisError, sent: bool) -> Error {
@@ -499,8 +502,16 @@ impl Engine for RedisEngine {
         };
         // Beside the others: a server that does not answer takes its time, and what the rest has to say must not wait for it.
         let connecting = async {
+            let (mut last, mut pause) = (Moment::default(), Duration::ZERO);
             loop {
                 broken.notified().await;
+                // At once, unless that was not long ago: who closes what it has just accepted has enough to do.
+                pause = match Clock::Boot.now().since(last) {
+                    lasted if lasted > STABLE => Duration::ZERO,
+                    _ => (pause * 2).clamp(Duration::from_millis(10), Duration::from_millis(500)),
+                };
+                tokio::time::sleep(pause).await;
+                last = Clock::Boot.now();
                 // Connect at once: until this client listens again, it counts as gone.
                 let _ = self.nodes.connect().await;
                 self.doubt.notify_one();

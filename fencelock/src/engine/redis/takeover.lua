@@ -19,6 +19,8 @@ local function wait(why, ms)
   if ms > 0 then call('SET', G, string.format('%s:%.0f', why, now), 'PX', ms) end
 end
 
+-- First: a server without memory refuses nothing after this.
+call('PEXPIRE', N, ARGV[5])
 local run, id, lease = match(call('GET', N) or '', '^(%x+)%-(%x+):(%d+)$')
 lease = math.max(tonumber(lease or 0), tonumber(ARGV[4]))
 if ARGV[8] == '?' and not run then return {-1, 0} end
@@ -41,7 +43,7 @@ if young > math.max(call('PTTL', G), 0) then wait('young', young) end
 -- What a predecessor knew of longer leases may have been lost with it. Those who were granted them know, and those who ask for such:
 -- who wants the same lock wants it for as long, as a rule.
 local why, since = match(call('GET', G) or '', '^(%a+):(%d+)$')
-if why == 'predecessor' then
+if why == 'predecessor' and not ARGV[9] then
   local left = tonumber(since) + lease - now
   if left > call('PTTL', G) then call('PEXPIRE', G, left) end
 end

@@ -249,6 +249,16 @@ async fn sentinels_that_know_nothing_of_a_switch_are_not_believed() {
     in_time("granted", client.mutex(NAME).acquire()).await.unwrap().release().await.unwrap();
 }
 
+/// Who comes when the old master is dead and the new one not yet named waits for it, as those do who were there before.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_comes_in_the_middle_of_a_failover_is_served_after_it() {
+    let mut sentinels = RedisSentinels::start();
+    let old = sentinels.master();
+    sentinels.servers[old].kill();
+    let client = connect(sentinels.url("?ttl=2s&patience=20s")).await.unwrap();
+    in_time("the quarantine ends", client.mutex(NAME).acquire()).await.unwrap().release().await.unwrap();
+}
+
 /// Passwords for both kinds of server; they are shown to nobody.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sentinels_and_servers_have_passwords_of_their_own() {

@@ -10,7 +10,7 @@ use super::takeover::Policy;
 use super::target::{Certificates, Target};
 use super::{RedisEngine, Waiting};
 use crate::url::{Url, decode};
-use crate::{Error, Owner, Result};
+use crate::{Clock, Error, Owner, Result};
 use redis::{ConnectionAddr, ConnectionInfo, IntoConnectionInfo, RedisConnectionInfo};
 use rustls::ClientConfig;
 use std::sync::atomic::AtomicU64;
@@ -115,7 +115,15 @@ pub(crate) async fn open(url: &Url, text: &str) -> Result<RedisEngine> {
         address,
         db,
     };
-    engine.nodes.connect().await.map_err(|fault| fault.error.at_engine(&engine.address))?;
+    let give_up = Clock::Boot.now().after(options.patience);
+    while let Err(fault) = engine.nodes.connect().await {
+        // The master that the Sentinels name is gone, or is none yet: they may be about to name another one.
+        let in_failover = scheme.ends_with("+sentinel") && fault.broken && fault.passing;
+        if !in_failover || Clock::Boot.now() >= give_up {
+            return Err(fault.error.at_engine(&engine.address));
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
     Ok(engine)
 }
 

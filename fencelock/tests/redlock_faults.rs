@@ -705,3 +705,15 @@ async fn giving_up_a_claim_whose_token_is_ahead_of_the_clock_leaves_nothing() {
     guard.release().await.unwrap();
     at_once("nobody stands in the way", client.mutex(NAME).acquire()).await.unwrap().release().await.unwrap();
 }
+
+/// A node that hangs is not waited for by those who come, either.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nobody_waits_for_a_node_that_hangs_to_connect() {
+    let nodes = Nodes::start(5);
+    let client = nodes.client().await;
+    nodes.servers[4].freeze();
+    let other = at_once("connected", connect(format!("{}?timeout=60s", nodes.url()))).await.unwrap();
+    at_once("granted", other.mutex("job").acquire()).await.unwrap().release().await.unwrap();
+    nodes.servers[4].thaw();
+    drop(client);
+}

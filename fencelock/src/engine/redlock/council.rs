@@ -24,6 +24,9 @@ const LARGE: usize = 8;
 const TURNS: u32 = 16;
 const GATHER: Duration = Duration::from_millis(1);
 
+/// When a majority is there, the others have so much longer to be there as well.
+const MOMENT: Duration = Duration::from_millis(300);
+
 /// A record of founders that nobody knows: no run id.
 const FORGOTTEN: &str = "-";
 
@@ -321,7 +324,7 @@ impl Council {
         self.tries.send_modify(|tries| *tries += 1);
     }
 
-    /// Waits until a majority can vote and every node was tried, or until it is clear that too few are there. Nodes that are there but do
+    /// Waits until a majority can vote and every node was tried, or has had a moment more, or until it is clear that too few are there. Nodes that are there but do
     /// not vote may only lack the others: a new set of nodes is founded by all of them.
     pub(super) async fn assembled(&self, limit: Duration) {
         let mut tries = self.tries.subscribe();
@@ -332,7 +335,12 @@ impl Council {
                 let down = count(|node| node.down().is_some());
                 let votes = count(|node| node.down().is_none() && node.out().is_none());
                 let clear = down == 0 || votes >= self.majority || down > self.nodes.len() - self.majority;
-                if untried == 0 && clear || tries.changed().await.is_err() {
+                if untried == 0 && clear {
+                    return;
+                }
+                // When a majority can vote, whoever does not answer is not waited for.
+                let patience = if votes >= self.majority { MOMENT } else { limit };
+                if !matches!(tokio::time::timeout(patience, tries.changed()).await, Ok(Ok(()))) {
                     return;
                 }
             }

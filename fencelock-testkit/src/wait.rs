@@ -35,6 +35,15 @@ pub async fn at_once<T>(what: &str, future: impl Future<Output = T>) -> T {
     }
 }
 
+/// The result of something that servers need time for: an election, a quarantine.
+///
+/// # Panics
+/// When it takes much longer than that.
+pub async fn in_time<T>(what: &str, future: impl Future<Output = T>) -> T {
+    let limit = Duration::from_secs(40);
+    tokio::time::timeout(limit, future).await.unwrap_or_else(|_| panic!("did not happen within {limit:?}: {what}"))
+}
+
 /// How many hold and how many wait.
 ///
 /// # Panics

@@ -6,17 +6,12 @@
 use fencelock::{Client, ErrorKind, Guard, Loss, connect};
 use fencelock_testkit::proxy::Proxy;
 use fencelock_testkit::redis::{MASTER, RedisCluster, RedisPair, RedisSentinels, RedisServer, deafen_replicas};
-use fencelock_testkit::wait::{at_once, eventually, line, until_line};
+use fencelock_testkit::wait::{at_once, eventually, in_time, line, until_line};
 use std::time::{Duration, Instant};
 
 const NAME: &str = "invoice:42";
 /// Long enough for a failover to happen while it lasts.
 const TTL: Duration = Duration::from_secs(6);
-
-/// All who wait for quarantines and elections.
-async fn in_time<T>(what: &str, waiting: impl Future<Output = T>) -> T {
-    tokio::time::timeout(Duration::from_secs(40), waiting).await.unwrap_or_else(|_| panic!("waited in vain: {what}"))
-}
 
 async fn second_holder(policy: &str) -> (Guard, Option<Guard>) {
     let mut pair = RedisPair::start().await;

@@ -6,17 +6,12 @@
 use fencelock::{ErrorKind, Guard, Loss, Result, connect};
 use fencelock_testkit::proxy::Proxy;
 use fencelock_testkit::redis::{RedisCluster, RedisPair, RedisServer, deafen_replicas};
-use fencelock_testkit::wait::{at_once, eventually, until_line};
+use fencelock_testkit::wait::{at_once, eventually, in_time, until_line};
 use std::time::{Duration, Instant};
 
 const NAME: &str = "invoice:42";
 /// Long enough for a failover to happen while it lasts.
 const TTL: Duration = Duration::from_secs(6);
-
-/// All who wait for quarantines.
-async fn in_time<T>(what: &str, waiting: impl Future<Output = T>) -> T {
-    tokio::time::timeout(Duration::from_secs(40), waiting).await.unwrap_or_else(|_| panic!("waited in vain: {what}"))
-}
 
 fn is_in_quarantine(attempt: &Result<Option<Guard>>) -> bool {
     attempt.as_ref().is_err_and(|error| error.kind() == ErrorKind::Unavailable && error.to_string().contains("another"))
@@ -123,10 +118,15 @@ async fn a_quarantine_is_prolonged_by_those_who_had_longer_leases() {
     proxy.lead_to(pair.replica.port());
     proxy.heal();
     assert_eq!(at_once("it learns that it is gone", held.lost()).await, Loss::Taken);
-    // Later than the second one knows of.
-    tokio::time::sleep(Duration::from_millis(2100)).await;
-    let attempt = second.mutex(NAME).try_acquire().await;
-    assert!(is_in_quarantine(&attempt), "{attempt:?}");
+    // The second one looks again when what it knows of is over.
+    eventually("it is told of the longer one", async || {
+        let attempt = second.mutex(NAME).try_acquire().await;
+        assert!(is_in_quarantine(&attempt), "{attempt:?}");
+        let told = attempt.unwrap_err().to_string();
+        let span = told.split_once("for another ").and_then(|(_, rest)| rest.split_once(' ')).unwrap().0;
+        fencelock::parse_duration(span).unwrap() > Duration::from_secs(10)
+    })
+    .await;
 }
 
 /// A server hangs, and another one has taken its address. The client gives the connection up by itself: then too it looks after its

@@ -181,8 +181,8 @@ impl Proxy {
         self.change(|faults, next| faults.hold_below = next);
     }
 
-    /// Nothing passes in either direction, though all connections stay open. What was sent arrives after
-    /// [`heal`](Proxy::heal).
+    /// Nothing passes in either direction, though all connections stay open, and new ones are taken. What was sent arrives after
+    /// [`heal`](Proxy::heal), when new connections get to the server too.
     pub fn partition(&self) {
         self.change(|faults, _| faults.partition = true);
     }
@@ -280,6 +280,9 @@ struct Connection {
 impl Connection {
     /// Dropping the sockets is what cuts a connection.
     async fn run(self, client: TcpStream, server: SocketAddr) {
+        if self.faults.clone().wait_for(|faults| !faults.partition).await.is_err() {
+            return;
+        }
         let Ok(server) = TcpStream::connect(server).await else { return };
         let _ = (client.set_nodelay(true), server.set_nodelay(true));
         let (from_client, to_client) = client.into_split();

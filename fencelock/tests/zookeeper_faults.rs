@@ -127,9 +127,9 @@ async fn a_request_that_arrives_after_its_release_leaves_nothing() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_entry_of_a_dying_session_is_removed() {
     let mut server = ZooKeeper::start();
-    let ttl = Duration::from_secs(1);
+    let ttl = Duration::from_secs(2);
     let proxy = Proxy::to(server.nodes()[0].port());
-    let client = connect(format!("zk://127.0.0.1:{}?ttl=1s&timeout=40s", proxy.port())).await.unwrap();
+    let client = connect(format!("zk://127.0.0.1:{}?ttl=2s&timeout=40s", proxy.port())).await.unwrap();
     client.mutex(NAME).acquire().await.unwrap().release().await.unwrap();
     // The answer never comes; the connection stays open until the server is gone.
     proxy.mute_present();
@@ -143,12 +143,14 @@ async fn the_entry_of_a_dying_session_is_removed() {
         stat.map(|stat| stat.ephemeral_owner)
     };
     let dying = session(&old[0]).await.unwrap();
-    proxy.refuse();
+    // Its requests for a connection wait for the server: it is back before the old session is over, which has all its time
+    // once more when the server starts.
+    proxy.partition();
     server.node(0).kill();
-    // The client waits for 1.4 times its session of 2 s before it gives up.
-    tokio::time::sleep(Duration::from_secs(4)).await;
-    proxy.heal();
+    // The client waits for 1.4 times its session of 3.3 s before it gives up.
+    tokio::time::sleep(Duration::from_secs(6)).await;
     server.node(0).start_again();
+    proxy.heal();
     let plain = server.plain().await;
     let old_path = format!("/{NAME}/{}", old[0]);
     eventually("the old entry is gone", async || plain.check_stat(&old_path).await.unwrap().is_none()).await;

@@ -18,7 +18,7 @@ pub(crate) async fn status(url: &str, args: &StatusArgs) -> Result<Exit, Failure
     if args.json {
         print_json(&status)
     } else {
-        print(&format!("{}{}", holders(std::slice::from_ref(&status)), waiters(&status)))
+        print(&format!("{}{}{}", holders(std::slice::from_ref(&status)), waiters(&status), obstacle(&status)))
     }
 }
 
@@ -79,6 +79,11 @@ fn waiters(status: &Status) -> String {
         })
         .collect();
     format!("\n{}", table(["PLACE", "WAITER", "MODE", "WAITING"], &rows))
+}
+
+/// What is in the way of whoever wants the lock, apart from its holders.
+fn obstacle(status: &Status) -> String {
+    status.obstacle.as_ref().map(|obstacle| format!("\n{}\n", plain(obstacle))).unwrap_or_default()
 }
 
 pub(crate) async fn take_away(url: &str, args: &Break) -> Result<Exit, Failure> {

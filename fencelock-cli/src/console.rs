@@ -48,7 +48,9 @@ impl Console {
 
     /// Shows a line in place of the one before, cut to the width of the terminal.
     pub(crate) fn show(&self, text: &str) {
-        let width = rustix::termios::tcgetwinsize(stderr()).map_or(80, |size| usize::from(size.ws_col)).max(20);
+        // Some terminals do not know how wide they are.
+        let width = rustix::termios::tcgetwinsize(stderr()).ok().map(|size| usize::from(size.ws_col));
+        let width = width.filter(|width| *width > 0).unwrap_or(80).max(20);
         let line: String = format!("fencelock: {text}").chars().take(width - 1).collect();
         self.shown.store(true, Ordering::Relaxed);
         let _ = write!(stderr(), "\r{line}\x1b[K");

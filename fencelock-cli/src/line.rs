@@ -9,11 +9,13 @@ use signal_hook::consts::signal::SIGTSTP;
 use std::future::Future;
 use std::pin::pin;
 use std::time::Duration;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 
 /// A lock that is free is granted sooner than this: no need to show anything.
 const FIRST_LOOK: Duration = Duration::from_millis(250);
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
+/// Whoever has waited for long enough is not kept waiting by an engine that does not answer.
+const LAST_LOOK: Duration = Duration::from_millis(500);
 
 /// What can be seen of the lines that we stand in.
 pub(crate) struct View<'a> {
@@ -52,36 +54,56 @@ pub(crate) async fn stand<T>(
 }
 
 impl View<'_> {
-    /// Shows, about once per second, who is ahead. On a terminal in one place; otherwise, with `-v`, when it changes.
+    /// Shows, about once per second, who is ahead. On a terminal in one place; otherwise, with `-v`, when it changes. That the engine grants
+    /// nothing at present is said in any case: nobody expects that.
     async fn show(&self) {
         let started = Instant::now();
         let mut told = String::new();
         sleep(FIRST_LOOK).await;
         loop {
             let live = self.console.is_live() && terminal::is_foreground();
-            if (live || self.console.verbose)
-                && let Some(obstacle) = self.obstacle().await
-            {
-                if live {
+            let obstacle = if live || self.console.verbose {
+                self.obstacle().await
+            } else {
+                self.names.iter().find_map(|name| self.client.obstacle(name)).map(Obstacle::Engine)
+            };
+            match obstacle {
+                Some(obstacle) if live => {
                     self.console.show(&format!("{}; waiting for {}", obstacle.text(), span(started.elapsed())));
-                } else if told != obstacle.holder {
-                    self.console.note(&format!("waiting: {}", obstacle.text()));
-                    told = obstacle.holder;
                 }
+                Some(obstacle) if told != obstacle.sign() => {
+                    self.console.say(&format!("waiting: {}", obstacle.text()));
+                    told = obstacle.sign();
+                }
+                _ => {}
             }
             sleep(LOOK_AGAIN).await;
         }
     }
 
+    /// The same when nobody waits any more, in words; none if the engine does not answer.
+    pub(crate) async fn last_obstacle(&self) -> Option<String> {
+        let gone = || format!("{:?} was busy, and is not any more", self.names.first().unwrap_or(&""));
+        let obstacle = timeout(LAST_LOOK, self.obstacle()).await.ok()?;
+        Some(obstacle.map_or_else(gone, |obstacle| obstacle.text()))
+    }
+
     /// What stands between us and the locks, if it can be seen.
-    pub(crate) async fn obstacle(&self) -> Option<Obstacle> {
+    async fn obstacle(&self) -> Option<Obstacle> {
         let mut found = None;
         for name in &self.names {
-            let Ok(status) = self.client.status(name).await else { continue };
+            let status = match self.client.status(name).await {
+                Ok(status) => status,
+                Err(error) => return Some(Obstacle::Engine(error.to_string())),
+            };
             let place = status.waiters.iter().position(|waiter| waiter.label == self.label);
             // Of several locks, the one that we wait for; while we wait for none, one that is held by somebody else.
-            if place.is_some() || found.is_none() && status.holders.iter().any(|holder| holder.label != self.label) {
-                found = Some(Obstacle::new(&status, place));
+            let others = status.holders.iter().any(|holder| holder.label != self.label) || status.obstacle.is_some();
+            if place.is_some() || found.is_none() && others {
+                found = Some(match &status.obstacle {
+                    Some(obstacle) if !status.is_held() => Obstacle::Engine(obstacle.clone()),
+                    _ => Obstacle::Holder(Ahead::new(&status, place)),
+                });
             }
             if place.is_some() {
                 break;
@@ -91,8 +113,32 @@ impl View<'_> {
     }
 }
 
+/// Why we wait.
+enum Obstacle {
+    Holder(Ahead),
+    /// The engine grants nothing at present, in its words.
+    Engine(String),
+}
+
+impl Obstacle {
+    fn text(&self) -> String {
+        match self {
+            Obstacle::Holder(ahead) => ahead.text(),
+            Obstacle::Engine(text) => text.clone(),
+        }
+    }
+
+    /// Differs when there is something new to tell; how much time has passed is nothing new.
+    fn sign(&self) -> String {
+        match self {
+            Obstacle::Holder(ahead) => ahead.holder.clone(),
+            Obstacle::Engine(text) => text.chars().filter(|letter| !letter.is_ascii_digit()).collect(),
+        }
+    }
+}
+
 /// Who holds the lock that we want.
-pub(crate) struct Obstacle {
+struct Ahead {
     name: String,
     holder: String,
     held_for: Duration,
@@ -100,7 +146,7 @@ pub(crate) struct Obstacle {
     waiting_ahead: usize,
 }
 
-impl Obstacle {
+impl Ahead {
     fn new(status: &Status, place: Option<usize>) -> Self {
         let longest = status.holders.iter().max_by_key(|holder| holder.held_for);
         Self {
@@ -112,7 +158,7 @@ impl Obstacle {
         }
     }
 
-    pub(crate) fn text(&self) -> String {
+    fn text(&self) -> String {
         let mut text = format!("{:?} is ", self.name);
         match self.holder.as_str() {
             "" => text.push_str("changing hands"),

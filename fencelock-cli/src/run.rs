@@ -10,7 +10,7 @@ use crate::signals::Signals;
 use crate::terminal;
 use crate::text::span;
 use crate::under::{Duty, Ended};
-use fencelock::{Client, DEFAULT_TTL, ErrorKind, Result as LockResult};
+use fencelock::{Client, DEFAULT_TTL, ErrorKind};
 use signal_hook::consts::signal::SIGINT;
 use std::time::{Duration, Instant};
 use tokio::time::timeout;
@@ -127,14 +127,17 @@ impl Job<'_> {
             Ok(answer) => answer,
             Err(signal) => return Ok(Err(ended_by(signal))),
         };
-        if let Some(holding) = granted(answer)? {
-            return Ok(Ok(holding));
-        }
-        let obstacle = view.obstacle().await.map(|obstacle| obstacle.text());
-        let obstacle = obstacle.unwrap_or_else(|| format!("{:?} was busy, and is not any more", self.run.name));
-        self.console.say(&match wanted.patience {
-            Patience::AtMost(span_given) => format!("not acquired within {}: {obstacle}", span(span_given)),
-            _ => format!("{obstacle}; to wait for it, leave out -n or use -w"),
+        let late = match answer {
+            Ok(Some(holding)) => return Ok(Ok(holding)),
+            Ok(None) => None,
+            Err(error) if error.kind() == ErrorKind::Timeout => Some(error),
+            Err(error) => return Err(error.into()),
+        };
+        self.console.say(&match (view.last_obstacle().await, late, wanted.patience) {
+            (Some(why), _, Patience::AtMost(given)) => format!("not acquired within {}: {why}", span(given)),
+            (Some(why), ..) => format!("{why}; to wait for it, leave out -n or use -w"),
+            (None, Some(late), _) => late.to_string(),
+            (None, None, _) => "the lock was busy, and the engine does not answer any more".to_owned(),
         });
         Ok(Err(Exit::Code(BUSY)))
     }
@@ -159,15 +162,6 @@ impl Job<'_> {
             return Exit::Code(LOST);
         }
         if ended.interrupted { Exit::Interrupted } else { ended.status.exit() }
-    }
-}
-
-/// None when the lock is busy.
-fn granted(answer: LockResult<Option<Holding>>) -> Result<Option<Holding>, Failure> {
-    match answer {
-        Ok(holding) => Ok(holding),
-        Err(error) if error.kind() == ErrorKind::Timeout => Ok(None),
-        Err(error) => Err(error.into()),
     }
 }
 

@@ -131,7 +131,14 @@ impl Client {
     pub async fn status(&self, name: impl AsRef<str>) -> Result<Status> {
         let name = Name::new(name).map_err(|error| error.during("status"))?;
         let answer = self.0.engine.inspect(&name).await;
-        answer.map_err(|error| self.tell("status", name.as_str(), error))
+        let status = answer.map_err(|error| self.tell("status", name.as_str(), error))?;
+        Ok(Status { obstacle: self.0.engine.obstacle(&name), ..status })
+    }
+
+    /// What keeps new holders out apart from those who hold, in words: a server that must not grant anything yet, nodes that are missing.
+    /// As far as this client knows; nobody is asked. `None` is not "free".
+    pub fn obstacle(&self, name: impl AsRef<str>) -> Option<String> {
+        Name::new(name).ok().and_then(|name| self.0.engine.obstacle(&name))
     }
 
     /// All locks in use whose names start with `prefix`, in the order of their names.
@@ -223,10 +230,12 @@ impl Client {
             Wait::No | Wait::Forever => claim.await.map_err(told),
             Wait::AtMost(span) => match Box::pin(tokio::time::timeout(span, claim)).await {
                 Ok(answer) => answer.map_err(told),
-                Err(_) => Err(told(Error::new(
-                    ErrorKind::Timeout,
-                    format!("not acquired within {span:?}; somebody else holds it (see `fencelock status`)"),
-                ))),
+                Err(_) => {
+                    let name = &request.claim.name;
+                    let why = self.0.engine.obstacle(name);
+                    let why = why.as_deref().unwrap_or("somebody else holds it (see `fencelock status`)");
+                    Err(told(Error::new(ErrorKind::Timeout, format!("not acquired within {span:?}; {why}"))))
+                }
             },
         }
     }

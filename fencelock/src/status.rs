@@ -14,12 +14,15 @@ pub struct Status {
     pub holders: Vec<Holder>,
     /// Who waits, the next one first.
     pub waiters: Vec<Waiter>,
+    /// What else is in the way of whoever wants it, in words: a server that must not grant anything yet, nodes that are missing.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub obstacle: Option<String>,
 }
 
 impl Status {
     /// A line with nobody in it.
     pub fn free(name: impl Into<String>) -> Self {
-        Self { name: name.into(), holders: Vec::new(), waiters: Vec::new() }
+        Self { name: name.into(), holders: Vec::new(), waiters: Vec::new(), obstacle: None }
     }
 
     /// Whether somebody holds the lock.

@@ -31,6 +31,12 @@ async fn second_holder(policy: &str) -> (Guard, Option<Guard>) {
     }
     let got = attempt.ok().flatten();
     if got.is_none() {
+        // Who gives up waiting is told why, and so is everybody who looks.
+        let error = second.mutex(NAME).acquire_timeout(Duration::from_millis(50)).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+        assert!(error.to_string().contains("took over") && error.to_string().contains("another "), "{error}");
+        let seen = second.status(NAME).await.unwrap();
+        assert!(!seen.is_held() && seen.obstacle.is_some_and(|why| why.contains("took over")));
         // A name that was never locked before is no better.
         assert!(second.mutex("never seen").try_acquire().await.is_err());
         // It does come, when every lease of the old master must have ended.
@@ -39,6 +45,7 @@ async fn second_holder(policy: &str) -> (Guard, Option<Guard>) {
         println!("granted {:.1?} after the failover", start.elapsed());
         assert!(!held.is_valid(), "the first holder still believed");
         assert!(next.token() > held.token());
+        assert_eq!(second.status(NAME).await.unwrap().obstacle, None);
         next.release().await.unwrap();
     }
     (held, got)

@@ -6,7 +6,7 @@
 
 use fencelock::{Client, Error, ErrorKind, Guard, Mode, Result, connect};
 use fencelock_testkit::ask::{Ask, Patience};
-use fencelock_testkit::redis::RedisServer;
+use fencelock_testkit::redis::{MASTER, RedisCluster, RedisSentinels, RedisServer};
 use fencelock_testkit::wait::{at_once, eventually, line, until_free, until_line};
 use futures_util::future::join_all;
 use std::time::Duration;
@@ -130,6 +130,47 @@ async fn passwords_are_asked_for_and_never_shown() {
     server.run(&["CONFIG", "SET", "requirepass", "another"]);
     told(&connect(server.url_as("default", SECRET)).await.unwrap_err(), ErrorKind::Invalid, "password");
     told(&connect(server.url_as("nobody", SECRET)).await.unwrap_err(), ErrorKind::Invalid, "password");
+}
+
+/// Servers and Sentinels have passwords and names of their own. The error says which of them is wrong, and what to write.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_error_tells_a_server_from_a_sentinel() {
+    let watched = RedisSentinels::with_passwords(Some((SECRET, "for-watch")));
+    let hosts = watched.sentinels.iter().map(|sentinel| format!("127.0.0.1:{}", sentinel.port()));
+    let hosts = hosts.collect::<Vec<_>>().join(",");
+    let at = |user: &str, name: &str, options: &str| connect(format!("redis+sentinel://{user}{hosts}/{name}{options}"));
+    let right = format!(":{SECRET}@");
+    let invalid = |outcome: Result<Client>, word: &str| told(&outcome.unwrap_err(), ErrorKind::Invalid, word);
+    at(&right, MASTER, "?sentinel_password=for-watch").await.unwrap();
+    invalid(at(&right, MASTER, "").await, "sentinel_password=");
+    invalid(at(&right, MASTER, "?sentinel_password=wrong").await, "sentinel_user=");
+    invalid(at("", MASTER, "?sentinel_password=for-watch").await, "user:password@");
+    invalid(at(":wrong@", MASTER, "?sentinel_password=for-watch").await, "refused user or password");
+    invalid(at(&right, "lokcs", "?sentinel_password=for-watch").await, "it knows locks");
+    let (server, sentinel) = (&watched.servers[0], &watched.sentinels[0]);
+    invalid(connect(format!("redis://:for-watch@127.0.0.1:{}", sentinel.port())).await, "redis+sentinel://");
+    let address = format!("127.0.0.1:{}", server.port());
+    let mistaken = format!("redis+sentinel://{right}{address}/{MASTER}?sentinel_password={SECRET}");
+    invalid(connect(mistaken).await, "no Sentinel");
+    invalid(connect(format!("redis+cluster://{right}{address}")).await, "write redis://");
+}
+
+/// The same on a cluster, whose nodes are all asked: the error is not that none of them serves.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_cluster_s_password_is_asked_for() {
+    let cluster = RedisCluster::start();
+    for node in &cluster.nodes {
+        node.run(&["ACL", "SETUSER", "locks", "on", &format!(">{SECRET}"), "~*", "&*", "+@all"]);
+    }
+    let at = |user: &str| connect(cluster.url("").replace("://", &format!("://{user}@")));
+    at(&format!("locks:{SECRET}")).await.unwrap().mutex(NAME).acquire().await.unwrap().release().await.unwrap();
+    told(&at("locks:wrong").await.unwrap_err(), ErrorKind::Invalid, "refused user or password");
+    let of_one = connect(cluster.nodes[0].url()).await;
+    let of_one = match of_one {
+        Ok(client) => client.mutex(NAME).try_acquire().await.map(drop),
+        Err(error) => Err(error),
+    };
+    told(&of_one.unwrap_err(), ErrorKind::Unsupported, "redis+cluster://");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

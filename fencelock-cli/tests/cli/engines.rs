@@ -77,6 +77,30 @@ fn what_is_printed_has_no_password() {
     }
 }
 
+/// After a restart a server grants nothing for a while; who waits is told so, and for how long, and who gives up as well.
+#[test]
+fn who_waits_for_a_quarantine_is_told_so() {
+    let mut server = RedisServer::options().durable().start();
+    let place = Place::at(&server.url());
+    assert_eq!(code(place.run(&["run", "--ttl", "60s", "x", "--", "true"]).status), 0);
+    server.kill();
+    server.start_again();
+    let told = |said: &str| said.contains("nothing new is granted for another ");
+    for option in ["-v", "--ttl=60s"] {
+        let waited = place.run(&["run", option, "-w", "3s", "x", "--", "true"]);
+        let warned = text(&waited.stderr);
+        assert_eq!(code(waited.status), 75, "{warned}");
+        assert!(warned.lines().any(|line| line.contains("not acquired within 3s") && told(line)), "{warned}");
+        assert_eq!(warned.lines().filter(|line| line.contains("waiting:") && told(line)).count(), 1, "{warned}");
+    }
+    assert_eq!(text(&place.run(&["run", "-q", "-w", "500ms", "x", "--", "true"]).stderr), "");
+    assert!(told(&text(&place.run(&["status", "x"]).stdout)));
+    let seen: serde_json::Value = serde_json::from_slice(&place.run(&["status", "x", "--json"]).stdout).unwrap();
+    assert!(told(seen["obstacle"].as_str().unwrap()), "{seen}");
+    let refused = place.run(&["run", "-n", "x", "--", "true"]);
+    assert!(told(&text(&refused.stderr)), "{}", text(&refused.stderr));
+}
+
 /// A lock on a key of the engine itself would break all the others.
 #[test]
 fn the_keys_of_redis_itself_are_no_locks() {

@@ -70,6 +70,11 @@ pub trait Engine: Send + Sync + 'static {
     /// Who holds and who waits.
     async fn inspect(&self, name: &Name) -> Result<Status>;
 
+    /// What is in the way of new holders of this lock apart from those who hold it, in words, as far as it is known without asking.
+    fn obstacle(&self, _name: &Name) -> Option<String> {
+        None
+    }
+
     /// The lines whose names start with `prefix` and that are not empty, in the order of their names.
     async fn list(&self, prefix: &str) -> Result<Vec<Status>>;
 

@@ -166,7 +166,7 @@ impl Options {
         if let Some(password) = &self.sentinel_password {
             settings = settings.set_password(password);
         }
-        let target = target.as_user(settings);
+        let target = target.sentinel(settings);
         addresses.iter().map(|(host, port)| target.at(host, *port)).collect()
     }
 }

@@ -36,6 +36,8 @@ pub(super) struct Cluster {
     /// How long an operation is tried again while nobody serves its slot.
     patience: Duration,
     map: Mutex<Map>,
+    /// Why there is no new map.
+    trouble: Mutex<Option<String>>,
     /// Only one task asks for the map.
     asking: tokio::sync::Mutex<()>,
     /// Each time others are asked first.
@@ -49,6 +51,7 @@ impl Cluster {
             seeds,
             patience,
             map: Mutex::default(),
+            trouble: Mutex::default(),
             asking: tokio::sync::Mutex::default(),
             turn: AtomicUsize::new(0),
         }
@@ -79,6 +82,12 @@ impl Cluster {
     pub(super) fn known(&self, slot: u16) -> Option<Arc<Node>> {
         let map = self.map();
         map.slots.get(usize::from(slot)).and_then(|address| map.nodes.get(&**address)).map(Arc::clone)
+    }
+
+    /// Why a slot cannot be asked for, if that is known.
+    pub(super) fn trouble(&self, slot: u16) -> Option<String> {
+        let of_node = self.known(slot).and_then(|node| node.link.trouble());
+        of_node.or_else(|| self.trouble.lock().unwrap_or_else(PoisonError::into_inner).clone())
     }
 
     pub(super) fn all(&self) -> Vec<Arc<Node>> {
@@ -138,6 +147,14 @@ impl Cluster {
         if self.map().edition != edition {
             return Ok(());
         }
+        let view = self.best_view().await;
+        *self.trouble.lock().unwrap_or_else(PoisonError::into_inner) =
+            view.as_ref().err().map(|fault| fault.error.to_string());
+        self.adopt(&view?.ranges);
+        Ok(())
+    }
+
+    async fn best_view(&self) -> Result<View, Fault> {
         let mut best: Option<View> = None;
         let mut without = Vec::new();
         for (round, some) in self.whom_to_ask().chunks(AT_ONCE).enumerate() {
@@ -145,10 +162,14 @@ impl Cluster {
             for (place, answer) in ask_several(asking, 1).await {
                 let (host, port) = &some[place];
                 match answer {
-                    Ok(view) if view.ranges.is_empty() => without.push(format!("{host}:{port} serves no slots")),
+                    Ok(view) if view.ranges.is_empty() => {
+                        let text = "serves no slots, and knows of nobody who does; see CLUSTER INFO";
+                        without
+                            .push((format!("{host}:{port}"), Fault::passing(Error::new(ErrorKind::Unavailable, text))));
+                    }
                     Ok(view) if best.as_ref().is_some_and(|best| best.standing >= view.standing) => {}
                     Ok(view) => best = Some(view),
-                    Err(fault) => without.push(format!("{host}:{port}: {}", fault.error)),
+                    Err(fault) => without.push((format!("{host}:{port}"), fault)),
                 }
             }
             // When all of some say that the cluster is down, it is.
@@ -156,12 +177,7 @@ impl Cluster {
                 break;
             }
         }
-        let Some(view) = best else {
-            let error = Error::new(ErrorKind::Unavailable, "no node of the cluster tells who serves what");
-            return Err(Fault::passing(error.caused_by(without.join("; "))));
-        };
-        self.adopt(&view.ranges);
-        Ok(())
+        best.ok_or_else(|| Fault::of_several("no node of the cluster tells who serves what", without))
     }
 
     /// The nodes that are known, then the seeds. Others come first each time: no single one decides what is believed.

@@ -36,6 +36,17 @@ impl Fault {
         Self { error, broken: false, passing: true, no_script: false, refused: false, redirect: None }
     }
 
+    /// Several were asked, and none could help. If each of them says that it will not, whatever comes, it is no use to try again.
+    pub(super) fn of_several(text: impl Into<String>, answers: Vec<(String, Fault)>) -> Self {
+        let kind = answers.first().map(|(_, first)| first.error.kind());
+        let hopeless = |(_, fault): &(String, Fault)| !fault.passing && Some(fault.error.kind()) == kind;
+        let hopeless = answers.iter().all(hopeless);
+        let kind = kind.filter(|_| hopeless).unwrap_or(ErrorKind::Unavailable);
+        let told: Vec<String> = answers.iter().map(|(whom, fault)| format!("{whom}: {}", fault.error)).collect();
+        let fault = Self::passing(Error::new(kind, text).caused_by(told.join("; ")));
+        Self { passing: !hopeless || told.is_empty(), refused: hopeless, ..fault }
+    }
+
     /// The server answers what nobody understands.
     pub(super) fn unreadable() -> Self {
         let error = Error::new(ErrorKind::Engine, "the script's answer cannot be understood; please report this");
@@ -61,6 +72,10 @@ impl Fault {
 pub(super) fn told(fault: Fault) -> Error {
     fault.error
 }
+
+/// Codes of our own: who answers is not what it was taken for.
+pub(super) const IS_SENTINEL: &str = "ISSENTINEL";
+pub(super) const NO_SENTINEL: &str = "NOSENTINEL";
 
 /// `sent`: the request may have reached the server.
 pub(super) fn fault(error: RedisError, sent: bool) -> Fault {
@@ -102,6 +117,9 @@ fn code_in_text(text: &str) -> Option<&str> {
     if text.contains("DB index is out of range") {
         return Some("NODB");
     }
+    if text.contains("cluster support disabled") {
+        return Some("NOCLUSTER");
+    }
     // "Error running script (call to f_…): @user_script:36: @user_script: 36: -READONLY You can't write …"
     let (_, told) = text.rsplit_once("@user_script")?;
     let mut words = told.split(' ').map(|word| word.trim_start_matches('-'));
@@ -141,7 +159,9 @@ fn with_code(code: &str) -> (ErrorKind, &'static str, bool) {
         ),
         "MISCONF" => (ErrorKind::Unavailable, "the server cannot save its data and refuses writes; see its log", true),
         "NOREPLICAS" => (ErrorKind::Unavailable, "the server has too few replicas to accept writes", true),
-        "NOAUTH" => (ErrorKind::Invalid, "the server wants a password; write redis://user:password@host", false),
+        "NOAUTH" => {
+            (ErrorKind::Invalid, "the server wants a password; write user:password@ before the host in the URL", false)
+        }
         "WRONGPASS" => (ErrorKind::Invalid, "the server refused user or password; check them in the URL", false),
         "NOPERM" => (
             ErrorKind::Invalid,
@@ -159,6 +179,17 @@ fn with_code(code: &str) -> (ErrorKind, &'static str, bool) {
         "MOVED" | "ASK" | "CROSSSLOT" => {
             (ErrorKind::Unsupported, "the server is part of a cluster; write redis+cluster://", false)
         }
+        "NOCLUSTER" => (ErrorKind::Invalid, "the server is not part of a cluster; write redis://", false),
+        IS_SENTINEL => (
+            ErrorKind::Invalid,
+            "this is a Sentinel, which keeps no locks; name the server, or write redis+sentinel://host/master-name",
+            false,
+        ),
+        NO_SENTINEL => (
+            ErrorKind::Invalid,
+            "this is no Sentinel but a server; Sentinels listen at port 26379 as a rule (without them, write redis://)",
+            false,
+        ),
         _ => (ErrorKind::Engine, "the server answered with an error", false),
     }
 }

@@ -8,7 +8,7 @@ use crate::{Error, ErrorKind};
 use futures_util::StreamExt;
 use futures_util::future::join_all;
 use futures_util::stream::FuturesUnordered;
-use redis::{FromRedisValue, RedisResult, Value};
+use redis::{FromRedisValue, RedisError, RedisResult, Value};
 use std::collections::HashMap;
 use std::convert::Infallible;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -89,26 +89,35 @@ impl Sentinel {
         let mut without = Vec::new();
         for (number, answer) in ask_several(asking, self.sentinels.len() / 2 + 1).await {
             match answer {
-                Ok(Some(named)) => *votes.entry(named).or_default() += 1,
-                Ok(None) => without.push(format!("Sentinel {} does not know it", number + 1)),
-                Err(fault) => without.push(format!("Sentinel {}: {}", number + 1, fault.error)),
+                Ok(named) => *votes.entry(named).or_default() += 1,
+                Err(fault) => without.push((self.sentinels[number].address(), fault)),
             }
         }
         // Where nothing else tells, nobody moves.
         let weight = |((epoch, address), votes): &((u64, Address), usize)| (*epoch, *votes, self.is_in_use(address));
         let newest = votes.into_iter().max_by_key(weight);
         newest.map(|((_, address), _)| address).ok_or_else(|| {
-            let text = format!(
-                "no Sentinel tells who is the master {:?}; check the name and the Sentinels' addresses",
-                self.name
-            );
-            Fault::passing(Error::new(ErrorKind::Unavailable, text).caused_by(without.join("; ")))
+            let fault = Fault::of_several(format!("no Sentinel tells who is the master {:?}", self.name), without);
+            // They did tell before: somebody is about to set them up anew.
+            Fault { passing: fault.passing || self.in_use().is_some(), ..fault }
         })
     }
 
-    async fn ask(&self, sentinel: &Target, timeout: Duration) -> Result<Option<(u64, Address)>, Fault> {
-        let asking = async { self.ask_over(&sentinel.connect_to_ask(timeout).await?).await };
-        asking.await.map_err(|error| fault(error, false))
+    async fn ask(&self, sentinel: &Target, timeout: Duration) -> Result<(u64, Address), Fault> {
+        let asking = async {
+            let sentinel = sentinel.connect_to_ask(timeout).await?;
+            match self.ask_over(&sentinel).await? {
+                Some(named) => Ok(Ok(named)),
+                None => Ok(Err(masters(&sentinel).await)),
+            }
+        };
+        asking.await.map_err(of_sentinel)?.map_err(|masters| {
+            // Not everybody may ask for all of them.
+            let known = masters.map(|masters| if masters.is_empty() { "none".to_owned() } else { masters.join(", ") });
+            let known = known.map(|known| format!("; it knows {known}")).unwrap_or_default();
+            let text = format!("the Sentinel watches over no master of this name{known}");
+            Fault { passing: false, ..Fault::passing(Error::new(ErrorKind::Invalid, text)) }
+        })
     }
 
     /// The master, and the number of the switch that made it the master: 0 if this user may not ask for that.
@@ -152,7 +161,7 @@ impl Sentinel {
     async fn listen(&self, sentinel: &Target, other: &Notify) {
         loop {
             let Err(error) = self.listen_once(sentinel, other).await;
-            tracing::debug!("a Sentinel cannot be listened to: {error}");
+            tracing::debug!("the Sentinel {} cannot be listened to: {error}", sentinel.address());
             tokio::time::sleep(BACK).await;
         }
     }
@@ -172,6 +181,29 @@ impl Sentinel {
             let _ = tokio::time::timeout(SILENCE, news.notified()).await;
         }
     }
+}
+
+/// The names of all masters that a Sentinel watches over.
+async fn masters(sentinel: &Wire) -> RedisResult<Vec<String>> {
+    let masters = sentinel.call(redis::cmd("SENTINEL").arg("MASTERS")).await?.extract_error()?;
+    let masters = Vec::<HashMap<String, String>>::from_redis_value(masters)?;
+    Ok(masters.into_iter().filter_map(|mut master| master.remove("name")).collect())
+}
+
+/// What an error of a Sentinel means: it has users and passwords of its own.
+fn of_sentinel(error: RedisError) -> Fault {
+    let text = match error.code() {
+        Some("NOAUTH") => "the Sentinel wants a password; add sentinel_password=… to the URL",
+        Some("WRONGPASS") => {
+            "the Sentinel refused user or password; check sentinel_user= and sentinel_password= in the URL"
+        }
+        Some("NOPERM") => {
+            "the Sentinel's ACL does not let this user ask; docs/engines/redis-ha.md lists what is needed"
+        }
+        _ => return fault(error, false),
+    };
+    let fault = fault(error, false);
+    Fault { error: Error::new(ErrorKind::Invalid, text), ..fault }
 }
 
 /// Asks several at once, and returns what those say that have answered by the time `enough` of them have, and a moment later;

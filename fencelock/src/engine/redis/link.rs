@@ -115,6 +115,8 @@ pub(super) struct Link {
     open: Mutex<Option<Open>>,
     /// Only one task connects.
     connecting: tokio::sync::Mutex<()>,
+    /// Why there is no connection.
+    trouble: Mutex<Option<String>>,
     server_time: ServerTime,
 }
 
@@ -130,6 +132,7 @@ impl Link {
             plan,
             open: Mutex::new(None),
             connecting: tokio::sync::Mutex::new(()),
+            trouble: Mutex::default(),
             server_time: ServerTime::default(),
         }
     }
@@ -145,6 +148,11 @@ impl Link {
     /// For how long nothing is granted, and why; as far as the present connection tells.
     pub(super) fn quarantine(&self) -> Option<Quarantine> {
         self.current().and_then(|open| open.quarantine())
+    }
+
+    /// Why there is no connection, when there is none and it was tried.
+    pub(super) fn trouble(&self) -> Option<String> {
+        self.trouble.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Gives up a connection that broke, if it is still the one in use.
@@ -186,7 +194,10 @@ impl Link {
             return Ok(open);
         }
         // In a box: everybody passes here, and hardly anybody connects.
-        let open = Box::pin(self.connect()).await?;
+        let open = Box::pin(self.connect()).await;
+        *self.trouble.lock().unwrap_or_else(PoisonError::into_inner) =
+            open.as_ref().err().map(|fault| fault.error.to_string());
+        let open = open?;
         *self.open.lock().unwrap_or_else(PoisonError::into_inner) = Some(open.clone());
         Ok(open)
     }

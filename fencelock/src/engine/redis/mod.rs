@@ -250,17 +250,16 @@ impl RedisEngine {
     }
 
     fn quarantined(&self, key: &Key) -> Error {
-        let why = self.nodes.quarantine(key).map_or_else(
+        let why = self.in_quarantine(key).map_or_else(
             || "the server has just ended its quarantine; try again".to_owned(),
-            |quarantine| {
-                format!(
-                    "{}; nothing new is granted for another {:.1?} (with quarantine=off in the URL at once)",
-                    quarantine.reason(),
-                    quarantine.left()
-                )
-            },
+            |why| format!("{why}; wait for it (with quarantine=off in the URL there may be two holders)"),
         );
         Error::new(ErrorKind::Unavailable, why)
+    }
+
+    fn in_quarantine(&self, key: &Key) -> Option<String> {
+        let quarantine = self.nodes.quarantine(key)?;
+        Some(format!("{}; nothing new is granted for another {:.1?}", quarantine.reason(), quarantine.left()))
     }
 
     /// A grant that was handed over counts when enough replicas have it. The one who handed over cannot wait for that.
@@ -452,6 +451,11 @@ impl Engine for RedisEngine {
 
     async fn inspect(&self, name: &Name) -> Result<Status> {
         Ok(status::inspect(&self.nodes, &self.key(name.clone()), 10_000).await?.status(name.as_str()))
+    }
+
+    fn obstacle(&self, name: &Name) -> Option<String> {
+        let key = self.key(name.clone());
+        self.in_quarantine(&key).or_else(|| self.nodes.trouble(&key))
     }
 
     async fn list(&self, prefix: &str) -> Result<Vec<Status>> {

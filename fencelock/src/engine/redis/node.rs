@@ -77,6 +77,14 @@ impl Nodes {
         }
     }
 
+    /// Why the server of this key cannot be asked, if that is known.
+    pub(super) fn trouble(&self, key: &Key) -> Option<String> {
+        match self {
+            Nodes::One(node) => node.link.trouble(),
+            Nodes::Cluster(cluster) => cluster.trouble(key.slot),
+        }
+    }
+
     /// The server of this key, as far as it is known.
     pub(super) fn of(&self, key: &Key) -> Option<Arc<Node>> {
         match self {

@@ -1,12 +1,15 @@
 //! A server to connect to.
 
+use super::fault::{IS_SENTINEL, NO_SENTINEL};
+use super::link::text;
 use super::wire::{Listener, Stream, Wire};
 use crate::{Error, Result};
 use futures_util::future::select_ok;
-use redis::{ConnectionAddr, ConnectionInfo, RedisConnectionInfo, RedisResult};
+use redis::{ConnectionAddr, ConnectionInfo, FromRedisValue, RedisConnectionInfo, RedisResult, Value};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, RootCertStore};
+use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,17 +21,18 @@ use tokio_rustls::TlsConnector;
 pub(in crate::engine) struct Target {
     info: ConnectionInfo,
     tls: Option<Arc<ClientConfig>>,
+    is_sentinel: bool,
 }
 
 impl Target {
     /// `tls` is there if the address asks for TLS.
     pub(in crate::engine) fn new(info: ConnectionInfo, tls: Option<Arc<ClientConfig>>) -> Self {
-        Self { info, tls }
+        Self { info, tls, is_sentinel: false }
     }
 
-    /// The same with other credentials.
-    pub(super) fn as_user(&self, settings: RedisConnectionInfo) -> Self {
-        Self { info: self.info.clone().set_redis_settings(settings), tls: self.tls.clone() }
+    /// A Sentinel at the same address, with credentials of its own.
+    pub(super) fn sentinel(&self, settings: RedisConnectionInfo) -> Self {
+        Self { info: self.info.clone().set_redis_settings(settings), is_sentinel: true, ..self.clone() }
     }
 
     /// The same with another address.
@@ -40,7 +44,12 @@ impl Target {
             }
             _ => ConnectionAddr::Tcp(host, port),
         };
-        Self { info: self.info.clone().set_addr(addr), tls: self.tls.clone() }
+        Self { info: self.info.clone().set_addr(addr), ..self.clone() }
+    }
+
+    /// For people.
+    pub(super) fn address(&self) -> String {
+        self.info.addr().to_string()
     }
 
     /// Connects and introduces itself. Nothing may take longer than `timeout`, neither now nor later.
@@ -91,14 +100,28 @@ impl Target {
         greeting.cmd("CLIENT").arg("SETINFO").arg("LIB-NAME").arg("fencelock");
         greeting.cmd("CLIENT").arg("SETINFO").arg("LIB-VER").arg(env!("CARGO_PKG_VERSION"));
         let answers = wire.call_all(&greeting).await?;
-        for answer in answers.into_iter().take(needed) {
-            answer.extract_error().map_err(|error| match error.code() {
+        for (place, answer) in answers.into_iter().take(needed).enumerate() {
+            let answer = answer.extract_error().map_err(|error| match error.code() {
                 Some("NOPROTO") => too_old(),
                 Some("ERR") if error.detail().is_some_and(|text| text.contains("unknown command")) => too_old(),
                 _ => error,
             })?;
+            if place == 0 {
+                self.check_mode(answer)?;
+            }
         }
         Ok(())
+    }
+
+    /// Who is something else than the URL says will not understand what it is told.
+    fn check_mode(&self, hello: Value) -> RedisResult<()> {
+        let about = HashMap::<String, Value>::from_redis_value(hello).unwrap_or_default();
+        let mode = about.get("mode").and_then(text).unwrap_or_default();
+        match (self.is_sentinel, mode) {
+            (false, "sentinel") => Err(redis::make_extension_error(IS_SENTINEL.to_owned(), None)),
+            (true, "standalone" | "cluster") => Err(redis::make_extension_error(NO_SENTINEL.to_owned(), None)),
+            _ => Ok(()),
+        }
     }
 }
 

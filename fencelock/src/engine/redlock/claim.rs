@@ -138,15 +138,20 @@ impl Candidate<'_> {
                     self.propose();
                 }
                 Finding::Split { .. } | Finding::TooLow => return Ok(None),
-                Finding::TooFew => self.be_patient(&outcome).await?,
+                Finding::TooFew => self.be_patient(&outcome, false).await?,
             }
         }
     }
 
-    /// Lets some time pass while too few nodes vote; an error when that takes too long.
-    async fn be_patient(&mut self, outcome: &Outcome) -> Result<()> {
+    /// Lets some time pass while too few nodes vote; an error when that takes too long. A quarantine ends at a known time: whoever has come
+    /// to wait waits for it, however patient it is with nodes that do not answer.
+    async fn be_patient(&mut self, outcome: &Outcome, waits: bool) -> Result<()> {
         let council = &self.engine.council;
         let now = Clock::Boot.now();
+        let quarantine = council.quarantine().filter(|_| waits);
+        if let Some(left) = quarantine {
+            self.give_up = self.give_up.max(now.after(left + self.engine.patience));
+        }
         // Waiting for a quarantine that outlasts the patience is no use.
         let outlasts = |left: Duration| now.after(left) > self.give_up;
         let out = council.nodes.iter().filter(|node| node.out().is_some_and(|(_, left)| outlasts(left))).count();
@@ -158,7 +163,8 @@ impl Candidate<'_> {
             tracing::warn!(name = %self.claim.name, "waiting for votes: {}", council.too_few(&outcome.voices));
         }
         self.step_back();
-        tokio::time::sleep(Duration::from_millis(20) + self.pause()).await;
+        let pause = quarantine.map_or(Duration::from_millis(20), |left| left.min(FIRST_RECHECK));
+        tokio::time::sleep(pause + self.pause()).await;
         self.propose();
         Ok(())
     }
@@ -268,7 +274,7 @@ impl Candidate<'_> {
                     Duration::from_millis(200)
                 }
                 Finding::TooFew => {
-                    self.be_patient(&outcome).await?;
+                    self.be_patient(&outcome, true).await?;
                     continue;
                 }
             };

@@ -333,7 +333,7 @@ impl Council {
                 let count = |what: fn(&Node) -> bool| self.nodes.iter().filter(|node| what(node)).count();
                 let untried = count(|node| node.down().is_some_and(|why| &*why == UNTRIED));
                 let down = count(|node| node.down().is_some());
-                let votes = count(|node| node.down().is_none() && node.out().is_none());
+                let votes = count(Node::can_vote);
                 let clear = down == 0 || votes >= self.majority || down > self.nodes.len() - self.majority;
                 if untried == 0 && clear {
                     return;
@@ -424,7 +424,8 @@ impl Council {
         let began = intro.time.saturating_sub(u64::try_from(intro.uptime.as_micros()).unwrap_or(u64::MAX));
         let floor = began.saturating_add(u64::try_from(span.as_micros()).unwrap_or(u64::MAX));
         let why = format!(
-            "it started {:.0?} ago and may have forgotten leases of up to {:?} (max_ttl); quarantine=off lets it vote",
+            "it started {:.0?} ago and may have forgotten leases of up to {:?} (max_ttl); quarantine=off lets it vote, \
+             at the risk of two holders",
             now.since(since),
             self.longest()
         );
@@ -437,7 +438,8 @@ impl Council {
         let seconds = micros as f64 / 1e6;
         tracing::warn!(node = %node.address, "the node's clock jumped by {seconds:+.3} s");
         if !self.trusts_all() {
-            let why = format!("its clock jumped by {seconds:+.3} s; quarantine=off lets it vote");
+            let why =
+                format!("its clock jumped by {seconds:+.3} s; quarantine=off lets it vote, at the risk of two holders");
             node.put_out(&why, self.longest());
         }
         *self.offset.lock().unwrap_or_else(PoisonError::into_inner) = None;
@@ -445,29 +447,38 @@ impl Council {
 
     /// Too few nodes voted: what each of them did.
     pub(super) fn too_few(&self, voices: &[Voice]) -> Error {
-        let accounts: Vec<String> = self
-            .nodes
-            .iter()
-            .map(|node| {
-                let voice = voices.iter().find(|voice| voice.node == node.index);
-                match (voice, node.down()) {
-                    (None, Some(why)) => node.account(Some(&Answer::Failed(why, false)), false),
-                    (voice, _) => {
-                        node.account(voice.map(|voice| &voice.answer), voice.is_some_and(|voice| voice.votes))
-                    }
-                }
-            })
-            .collect();
+        let accounts = self.nodes.iter().map(|node| {
+            let voice = voices.iter().find(|voice| voice.node == node.index);
+            match (voice, node.down()) {
+                (None, Some(why)) => node.account(Some(&Answer::Failed(why, false)), false),
+                (voice, _) => node.account(voice.map(|voice| &voice.answer), voice.is_some_and(|voice| voice.votes)),
+            }
+        });
         let votes = voices.iter().filter(|voice| voice.votes).count();
-        Error::new(
-            ErrorKind::Unavailable,
-            format!(
-                "{votes} of {} nodes voted, {} are needed: {}",
-                self.nodes.len(),
-                self.majority,
-                accounts.join("; ")
-            ),
-        )
+        Error::new(ErrorKind::Unavailable, self.poll(votes, "voted", accounts))
+    }
+
+    /// Too few nodes can vote at this moment, and why.
+    pub(super) fn obstacle(&self) -> Option<String> {
+        let votes = self.nodes.iter().filter(|node| node.can_vote()).count();
+        let others = self.nodes.iter().filter(|node| !node.can_vote());
+        let accounts =
+            others.map(|node| node.account(node.down().map(|why| Answer::Failed(why, false)).as_ref(), false));
+        (votes < self.majority).then(|| self.poll(votes, "can vote", accounts))
+    }
+
+    /// How long until enough of the nodes that can be reached vote, if that is all that is missing.
+    pub(super) fn quarantine(&self) -> Option<Duration> {
+        let reached = self.nodes.iter().filter(|node| node.down().is_none());
+        let mut spans: Vec<Duration> =
+            reached.map(|node| node.out().map_or(Duration::ZERO, |(_, left)| left)).collect();
+        spans.sort_unstable();
+        spans.get(self.majority - 1).copied().filter(|left| !left.is_zero())
+    }
+
+    fn poll(&self, votes: usize, what: &str, accounts: impl Iterator<Item = String>) -> String {
+        let accounts: Vec<String> = accounts.collect();
+        format!("{votes} of {} nodes {what}, {} are needed: {}", self.nodes.len(), self.majority, accounts.join("; "))
     }
 }
 

@@ -443,6 +443,10 @@ impl Engine for RedlockEngine {
         Ok(self.view(name, 10_000).await?.status(name.as_str()))
     }
 
+    fn obstacle(&self, _name: &Name) -> Option<String> {
+        self.council.obstacle()
+    }
+
     async fn list(&self, prefix: &str) -> Result<Vec<Status>> {
         let mut found = Vec::new();
         let names: Vec<Name> = self.names(prefix).await?.into_iter().filter_map(|name| Name::new(name).ok()).collect();

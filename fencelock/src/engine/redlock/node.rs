@@ -157,6 +157,10 @@ impl Node {
         self.state().down.clone()
     }
 
+    pub(super) fn can_vote(&self) -> bool {
+        self.down().is_none() && self.out().is_none()
+    }
+
     pub(super) fn take_hopeless(&self) -> Option<Error> {
         self.state().hopeless.take()
     }

@@ -65,6 +65,7 @@ struct State {
     then: HashMap<Operation, Answer>,
     calls: Vec<Call>,
     tokens: u64,
+    lingers: bool,
     lost: Option<mpsc::UnboundedSender<Owner>>,
 }
 
@@ -90,6 +91,11 @@ impl Scripted {
     /// All answers to this operation from now on.
     pub fn always(&self, operation: Operation, answer: Answer) {
         self.state().then.insert(operation, answer);
+    }
+
+    /// From now on nothing ends by itself with its lease: a session goes on, or not.
+    pub fn linger(&self, lingers: bool) {
+        self.state().lingers = lingers;
     }
 
     /// Takes a lock away from its holder, as an engine that pushes does.
@@ -163,6 +169,10 @@ impl Engine for Scripted {
     async fn release(&self, hold: &Hold) -> Result<Release> {
         let freed = self.answer(Operation::Release, hold.owner).await?;
         Ok(if freed { Release::Freed } else { Release::NotHeld })
+    }
+
+    fn lingers(&self) -> bool {
+        self.state().lingers
     }
 
     async fn standing(&self, _: &Name, _: Owner) -> Result<Option<Grant>> {

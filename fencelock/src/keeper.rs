@@ -608,7 +608,9 @@ impl Keeper {
                 Ok(Err(error)) => error.to_string(),
                 Err(_) => "the engine did not answer in time".to_owned(),
             };
-            if self.clock.now() >= give_up {
+            // A client that ends takes its sessions along.
+            let lingers = self.engine.lingers() && !self.ended.load(Ordering::Acquire);
+            if self.clock.now() >= give_up && !lingers {
                 tracing::warn!(name = %hold.name, "release given up, the lease has ended by itself: {why}");
                 break;
             }

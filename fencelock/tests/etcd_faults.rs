@@ -9,7 +9,7 @@ use fencelock_testkit::ask::{Ask, Patience};
 use fencelock_testkit::etcd::EtcdCluster;
 use fencelock_testkit::probe::{Reply, Request};
 use fencelock_testkit::proxy::Proxy;
-use fencelock_testkit::wait::{at_once, eventually, line, until_free, until_line};
+use fencelock_testkit::wait::{at_once, eventually, in_time, line, until_free, until_line};
 use std::time::Duration;
 use tokio::task::JoinHandle;
 
@@ -560,6 +560,24 @@ async fn a_lost_majority_grants_nothing_and_comes_back() {
     until_free(&two, NAME).await;
     one.settled().await;
     two.settled().await;
+    nothing_is_left(&cluster);
+}
+
+/// The cluster is away for longer than anybody tries to release. The client lives on, and so could its lease, with the entry of the hold
+/// that is lost: whoever waits would wait for ever.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_outage_longer_than_any_release_strands_nothing() {
+    let mut cluster = EtcdCluster::start(1);
+    let (one, two) = (cluster.client().await, cluster.client().await);
+    let guard = hold(&one, Mode::Exclusive, SHORT).await;
+    let next = queue(&two, &one, LONG).await;
+    cluster.server(0).kill();
+    at_once("it is lost", guard.lost()).await;
+    in_time("the release is given up", one.settled()).await;
+    cluster.server(0).start_again();
+    in_time("the entry has gone with its lease", next).await.unwrap().release().await.unwrap();
+    // The client has another lease now.
+    hold(&one, Mode::Exclusive, SHORT).await.release().await.unwrap();
     nothing_is_left(&cluster);
 }
 

@@ -184,6 +184,31 @@ async fn a_release_that_fails_is_reported_and_goes_on() {
     assert_eq!(stage.calls(Operation::Release), 2);
 }
 
+/// Where entries live as long as a session does, not as long as a lease, a release is not given up before that has ended.
+#[tokio::test(start_paused = true)]
+async fn a_release_is_not_given_up_while_a_session_keeps_the_entry() {
+    let stage = Stage::new().await;
+    let long = TTL * 100;
+    for lingers in [false, true] {
+        stage.engine.linger(lingers);
+        let guard = stage.guard().await;
+        stage.engine.always(Operation::Release, Answer::Fails);
+        guard.release().await.unwrap_err();
+        assert_eq!(timeout(long, stage.client.settled()).await.is_err(), lingers);
+        stage.engine.always(Operation::Release, Answer::Yes);
+        timeout(TTL, stage.client.settled()).await.expect("it is done");
+    }
+    // The session comes to its end, or the client.
+    stage.engine.always(Operation::Release, Answer::Fails);
+    stage.guard().await.release().await.unwrap_err();
+    timeout(long, stage.client.settled()).await.unwrap_err();
+    stage.engine.linger(false);
+    timeout(TTL, stage.client.settled()).await.expect("it ends by itself");
+    stage.engine.linger(true);
+    stage.guard().await.release().await.unwrap_err();
+    timeout(TTL * 10, stage.client.close()).await.expect("closing ends all sessions").unwrap();
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_failed_release_does_not_cost_the_value_of_the_body() {
     let stage = Stage::new().await;

@@ -64,6 +64,11 @@ pub trait Engine: Send + Sync + 'static {
     /// Takes the owner's claim out of the line, whether it holds or waits. Touches nobody else's.
     async fn release(&self, hold: &Hold) -> Result<Release>;
 
+    /// Whether what a release has not reached may outlive the lease that it was for, since a session of this client goes on and keeps it.
+    fn lingers(&self) -> bool {
+        false
+    }
+
     /// The grant of this owner, if it holds the lock right now.
     async fn standing(&self, name: &Name, owner: Owner) -> Result<Option<Grant>>;
 

@@ -438,6 +438,10 @@ impl Ordered for EtcdStore {
         self.sessions.get(session).map_or(Moment::default(), |lease| lease.good_until())
     }
 
+    fn is_alive(&self) -> bool {
+        self.sessions.are_alive()
+    }
+
     async fn ended(&self, session: Session) {
         if let Some(lease) = self.sessions.get(session) {
             lease.over().await;

@@ -1,7 +1,8 @@
 //! The sessions of a client: one lease for each length in use, whatever the number of locks, kept alive from the keeper's task.
 //!
 //! etcd counts leases in whole seconds, two at least. A claim's ttl is rounded up to that; the holder's own deadline stays at
-//! the ttl that was asked for. A lease that nobody has used for a while is given back.
+//! the ttl that was asked for. A lease that nobody has used for a while is given back; one that could not be kept alive for twice its
+//! length is left to end.
 
 use super::fault::Fault;
 use super::link::{Link, lock, told};
@@ -49,7 +50,11 @@ impl Lease {
     }
 
     pub(super) fn good_until(&self) -> Moment {
-        if self.ended.load(Ordering::Acquire) { Moment::default() } else { self.sent().after(self.length) }
+        if self.is_alive() { self.sent().after(self.length) } else { Moment::default() }
+    }
+
+    fn is_alive(&self) -> bool {
+        !self.ended.load(Ordering::Acquire)
     }
 
     fn touch(&self) {
@@ -70,7 +75,7 @@ impl Lease {
     pub(super) async fn over(&self) {
         let mut over = pin!(self.over.notified());
         over.as_mut().enable();
-        if !self.ended.load(Ordering::Acquire) {
+        if self.is_alive() {
             over.await;
         }
     }
@@ -173,12 +178,17 @@ impl Sessions {
         Some(lease)
     }
 
+    /// Whether any lease is kept alive.
+    pub(super) fn are_alive(&self) -> bool {
+        lock(&self.table).all.values().any(|lease| lease.is_alive())
+    }
+
     /// One heartbeat for all who ask at the same time.
     pub(super) async fn beat(&self, lease: &Lease) -> Result<Option<Moment>> {
         let asked = Clock::Boot.now();
         let patience = lease.length / 3;
         let _turn = tokio::time::timeout(patience, lease.beating.lock()).await.map_err(|_| busy())?;
-        if lease.ended.load(Ordering::Acquire) {
+        if !lease.is_alive() {
             return Ok(None);
         }
         if lease.sent() >= asked {
@@ -235,7 +245,7 @@ impl Sessions {
     /// Keeps all leases alive, for ever.
     pub(super) async fn drive(&self) {
         let mut kept = FuturesUnordered::new();
-        let alive = |lease: &&Arc<Lease>| !lease.ended.load(Ordering::Acquire);
+        let alive = |lease: &&Arc<Lease>| lease.is_alive();
         {
             let mut table = lock(&self.table);
             table.fresh = table.all.values().filter(alive).cloned().collect();
@@ -261,6 +271,12 @@ impl Sessions {
             match self.beat(&lease).await {
                 Ok(Some(_)) => {}
                 Ok(None) => return self.forget(&lease),
+                // The cluster may keep it for as long as it is away itself. By now nobody holds anything by it, and what releases could not
+                // reach goes with the lease, if nobody revives it.
+                Err(error) if Clock::Boot.now() >= lease.good_until().after(lease.length) => {
+                    tracing::debug!("heartbeat given up: {error}");
+                    return self.forget(&lease);
+                }
                 Err(error) => {
                     tracing::debug!("heartbeat: {error}");
                     tokio::time::sleep((lease.length / 20).min(Duration::from_secs(1))).await;
@@ -288,7 +304,7 @@ impl Sessions {
     /// Gives all leases back, and with them whatever this client has in any line.
     pub(super) async fn close(&self) {
         let leases: Vec<Arc<Lease>> = lock(&self.table).all.drain().map(|(_, lease)| lease).collect();
-        let alive: Vec<&Arc<Lease>> = leases.iter().filter(|lease| !lease.ended.load(Ordering::Acquire)).collect();
+        let alive: Vec<&Arc<Lease>> = leases.iter().filter(|lease| lease.is_alive()).collect();
         join_all(alive.into_iter().map(|lease| {
             lease.end();
             self.revoke(lease.id)

@@ -147,6 +147,9 @@ pub(crate) trait Ordered: Send + Sync + 'static {
     /// the length of the session. In the past when it has ended.
     fn good_until(&self, session: Session) -> Moment;
 
+    /// Whether any session of this client goes on, as far as it knows.
+    fn is_alive(&self) -> bool;
+
     /// Resolves when it is known that the session has ended: who waits under it has lost its place.
     fn ended(&self, _session: Session) -> impl Future<Output = ()> + Send {
         std::future::pending()
@@ -571,6 +574,10 @@ impl<S: Ordered> Engine for AheadEngine<S> {
             Left::Gone => Release::Withdrawn,
             Left::Nothing | Left::Perhaps => Release::NotHeld,
         })
+    }
+
+    fn lingers(&self) -> bool {
+        self.store.is_alive()
     }
 
     async fn standing(&self, name: &Name, owner: Owner) -> Result<Option<Grant>> {

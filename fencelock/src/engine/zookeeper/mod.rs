@@ -710,6 +710,10 @@ impl Ordered for Store {
         }
     }
 
+    fn is_alive(&self) -> bool {
+        lock(&self.all).open.iter().any(|session| !session.is_over())
+    }
+
     fn good_until(&self, session: ahead::Session) -> Moment {
         self.session(session).map_or_else(Moment::default, |session| session.good_until())
     }

@@ -65,7 +65,7 @@ impl View<'_> {
             let obstacle = if live || self.console.verbose {
                 self.obstacle().await
             } else {
-                self.names.iter().find_map(|name| self.client.obstacle(name)).map(Obstacle::Engine)
+                self.engine_obstacle().map(Obstacle::Engine)
             };
             match obstacle {
                 Some(obstacle) if live => {
@@ -75,17 +75,25 @@ impl View<'_> {
                     self.console.say(&format!("waiting: {}", obstacle.text()));
                     told = obstacle.sign();
                 }
-                _ => {}
+                Some(_) => {}
+                None => told.clear(),
             }
             sleep(LOOK_AGAIN).await;
         }
     }
 
-    /// The same when nobody waits any more, in words; none if the engine does not answer.
-    pub(crate) async fn last_obstacle(&self) -> Option<String> {
-        let gone = || format!("{:?} was busy, and is not any more", self.names.first().unwrap_or(&""));
-        let obstacle = timeout(LAST_LOOK, self.obstacle()).await.ok()?;
-        Some(obstacle.map_or_else(gone, |obstacle| obstacle.text()))
+    /// The same when nobody waits any more, in words.
+    pub(crate) async fn last_obstacle(&self) -> String {
+        match timeout(LAST_LOOK, self.obstacle()).await {
+            Ok(Some(obstacle)) => obstacle.text(),
+            Ok(None) => format!("{:?} was busy, and is not any more", self.names.first().unwrap_or(&"")),
+            Err(_) => self.engine_obstacle().unwrap_or_else(|| "the engine does not answer".to_owned()),
+        }
+    }
+
+    /// Why the engine grants nothing, as far as it is known without asking.
+    fn engine_obstacle(&self) -> Option<String> {
+        self.names.iter().find_map(|name| self.client.obstacle(name))
     }
 
     /// What stands between us and the locks, if it can be seen.
@@ -98,10 +106,10 @@ impl View<'_> {
             };
             let place = status.waiters.iter().position(|waiter| waiter.label == self.label);
             // Of several locks, the one that we wait for; while we wait for none, one that is held by somebody else.
-            let others = status.holders.iter().any(|holder| holder.label != self.label) || status.obstacle.is_some();
-            if place.is_some() || found.is_none() && others {
+            let others = status.holders.iter().any(|holder| holder.label != self.label);
+            if place.is_some() || found.is_none() && (others || status.obstacle.is_some()) {
                 found = Some(match &status.obstacle {
-                    Some(obstacle) if !status.is_held() => Obstacle::Engine(obstacle.clone()),
+                    Some(obstacle) if !others => Obstacle::Engine(obstacle.clone()),
                     _ => Obstacle::Holder(Ahead::new(&status, place)),
                 });
             }
@@ -132,7 +140,10 @@ impl Obstacle {
     fn sign(&self) -> String {
         match self {
             Obstacle::Holder(ahead) => ahead.holder.clone(),
-            Obstacle::Engine(text) => text.chars().filter(|letter| !letter.is_ascii_digit()).collect(),
+            Obstacle::Engine(text) => {
+                let words = text.split(' ').filter(|word| !word.contains(|letter: char| letter.is_ascii_digit()));
+                words.collect::<Vec<_>>().join(" ")
+            }
         }
     }
 }

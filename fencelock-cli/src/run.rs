@@ -127,17 +127,16 @@ impl Job<'_> {
             Ok(answer) => answer,
             Err(signal) => return Ok(Err(ended_by(signal))),
         };
-        let late = match answer {
+        match answer {
             Ok(Some(holding)) => return Ok(Ok(holding)),
-            Ok(None) => None,
-            Err(error) if error.kind() == ErrorKind::Timeout => Some(error),
+            Ok(None) => {}
+            Err(error) if error.kind() == ErrorKind::Timeout => {}
             Err(error) => return Err(error.into()),
-        };
-        self.console.say(&match (view.last_obstacle().await, late, wanted.patience) {
-            (Some(why), _, Patience::AtMost(given)) => format!("not acquired within {}: {why}", span(given)),
-            (Some(why), ..) => format!("{why}; to wait for it, leave out -n or use -w"),
-            (None, Some(late), _) => late.to_string(),
-            (None, None, _) => "the lock was busy, and the engine does not answer any more".to_owned(),
+        }
+        let obstacle = view.last_obstacle().await;
+        self.console.say(&match wanted.patience {
+            Patience::AtMost(given) => format!("not acquired within {}: {obstacle}", span(given)),
+            _ => format!("{obstacle}; to wait for it, leave out -n or use -w"),
         });
         Ok(Err(Exit::Code(BUSY)))
     }

@@ -602,17 +602,23 @@ impl Keeper {
     async fn release_with_retries(&self, id: u64, mut hold: Hold) {
         let give_up = self.clock.now().after(hold.ttl * 2 + RELEASE_ATTEMPT);
         let mut pause = Duration::from_millis(20);
+        let mut warned = false;
         loop {
             let why = match tokio::time::timeout(RELEASE_ATTEMPT, self.engine.release(&hold)).await {
                 Ok(Ok(_)) => break,
                 Ok(Err(error)) => error.to_string(),
                 Err(_) => "the engine did not answer in time".to_owned(),
             };
-            // A client that ends takes its sessions along.
-            let lingers = self.engine.lingers() && !self.ended.load(Ordering::Acquire);
-            if self.clock.now() >= give_up && !lingers {
-                tracing::warn!(name = %hold.name, "release given up, the lease has ended by itself: {why}");
-                break;
+            if self.clock.now() >= give_up {
+                // A client that ends takes its sessions along.
+                if self.ended.load(Ordering::Acquire) || !self.engine.lingers() {
+                    tracing::warn!(name = %hold.name, "release given up, the lease has ended by itself: {why}");
+                    break;
+                }
+                if !warned {
+                    warned = true;
+                    tracing::warn!(name = %hold.name, "nobody gets the lock until its release succeeds, which is tried on: {why}");
+                }
             }
             tracing::debug!(name = %hold.name, "release failed, trying again: {why}");
             hold.again = true;

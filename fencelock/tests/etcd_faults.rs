@@ -571,11 +571,18 @@ async fn an_outage_longer_than_any_release_strands_nothing() {
     let (one, two) = (cluster.client().await, cluster.client().await);
     let guard = hold(&one, Mode::Exclusive, SHORT).await;
     let next = queue(&two, &one, LONG).await;
+    let behind = queue(&one, &two, SHORT).await;
     cluster.server(0).kill();
     at_once("it is lost", guard.lost()).await;
     in_time("the release is given up", one.settled()).await;
     cluster.server(0).start_again();
-    in_time("the entry has gone with its lease", next).await.unwrap().release().await.unwrap();
+    let next = in_time("the entry has gone with its lease", next).await.unwrap();
+    // Who waited by that lease stands at the end of the line, and did not ask all the time whether it does.
+    until_line(&two, NAME, 1, 1).await;
+    let asked = cluster.first().metric("grpc_server_msg_received_total").unwrap();
+    assert!(asked < 500.0, "{asked} questions");
+    next.release().await.unwrap();
+    in_time("it is its turn", behind).await.unwrap().release().await.unwrap();
     // The client has another lease now.
     hold(&one, Mode::Exclusive, SHORT).await.release().await.unwrap();
     nothing_is_left(&cluster);

@@ -158,8 +158,11 @@ async fn every_shard_waits_for_the_longest_lease_of_its_own() {
     assert!(["another 300", "another 29"].iter().any(|span| error.to_string().contains(span)), "{error}");
 }
 
+/// Sentinels whose votes are split choose again after twice their timeout, which is 6 s here: a holder need not be lost by that.
+const LEASE: Duration = Duration::from_secs(12);
+
 async fn grant_after_failover(sentinels: &mut RedisSentinels, options: &str) -> (Duration, Guard, Guard) {
-    let client = connect(sentinels.url(&format!("?ttl=6s&patience=20s&{options}"))).await.unwrap();
+    let client = connect(sentinels.url(&format!("?ttl={}s&patience=20s&{options}", LEASE.as_secs()))).await.unwrap();
     let held = client.mutex(NAME).acquire().await.unwrap();
     let old = sentinels.master();
     sentinels.servers[old].kill();
@@ -174,12 +177,12 @@ async fn a_sentinel_failover_is_followed() {
     for policy in ["auto", "off"] {
         let mut sentinels = RedisSentinels::start();
         let (span, held, other) = grant_after_failover(&mut sentinels, &format!("quarantine={policy}")).await;
-        println!("quarantine={policy}: granted again {span:.1?} after the master was killed (lease 6 s)");
+        println!("quarantine={policy}: granted again {span:.1?} after the master was killed (lease 12 s)");
         // It was replicated, and renewed at the new master.
         drop(in_time("it still holds", held.reenter()).await.unwrap());
         held.release().await.unwrap();
         other.release().await.unwrap();
-        assert_eq!(policy == "auto", span >= TTL, "{span:?}");
+        assert_eq!(policy == "auto", span >= LEASE, "{span:?}");
     }
 }
 
@@ -249,6 +252,54 @@ async fn sentinels_that_know_nothing_of_a_switch_are_not_believed() {
     let url = format!("redis+sentinel://127.0.0.1:{a},127.0.0.1:{b},");
     let client = connect(sentinels.url("?ttl=2s").replace("redis+sentinel://", &url)).await.unwrap();
     in_time("granted", client.mutex(NAME).acquire()).await.unwrap().release().await.unwrap();
+}
+
+/// Somebody sets the Sentinels up anew. Who was served before keeps its place meanwhile; who comes is told what is wrong.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_master_that_the_sentinels_forget_for_a_while_costs_nobody_its_place() {
+    let sentinels = RedisSentinels::start();
+    let (patient, hasty) = (sentinels.url("?ttl=60s&patience=20s"), sentinels.url("?ttl=60s&patience=200ms"));
+    let (one, two) = (connect(&patient).await.unwrap(), connect(&hasty).await.unwrap());
+    let guard = one.mutex(NAME).acquire().await.unwrap();
+    let next = two.mutex(NAME);
+    let next = tokio::spawn(async move { next.acquire().await });
+    until_line(&one, NAME, 1, 1).await;
+    let master = &sentinels.servers[sentinels.master()];
+    let all = |command: &[&str]| sentinels.sentinels.iter().for_each(|sentinel| sentinel.run(command));
+    all(&["SENTINEL", "REMOVE", MASTER]);
+    master.run(&["CLIENT", "KILL", "TYPE", "normal"]);
+    master.run(&["CLIENT", "KILL", "TYPE", "pubsub"]);
+    for _ in 0..5 {
+        let error = two.status(NAME).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+        assert!(error.to_string().contains("watches over no master of this name; it knows none"), "{error}");
+    }
+    assert!(two.obstacle(NAME).is_some_and(|why| why.contains("no Sentinel tells")));
+    let error = connect(&hasty).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+    assert!(!next.is_finished(), "it lost its place");
+    all(&["SENTINEL", "MONITOR", MASTER, "127.0.0.1", &master.port().to_string(), "2"]);
+    in_time("it is released", guard.release()).await.unwrap();
+    in_time("it is its turn", next).await.unwrap().unwrap().release().await.unwrap();
+    assert_eq!(two.obstacle(NAME), None);
+}
+
+/// What was in the way for a moment is not told of when it is over, whether somebody tells who serves what or not.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_that_is_back_is_in_nobody_s_way() {
+    let cluster = RedisCluster::start();
+    let client = at_cluster(&cluster, "?ttl=2s&timeout=200ms&patience=300ms").await;
+    client.mutex(NAME).acquire().await.unwrap().release().await.unwrap();
+    let node = &cluster.nodes[cluster.master_of(cluster.slot(NAME))];
+    for node in &cluster.nodes {
+        node.run(&["ACL", "SETUSER", "default", "-cluster|slots"]);
+    }
+    node.freeze();
+    eventually("it is in the way", async || client.status(NAME).await.is_err() && client.obstacle(NAME).is_some())
+        .await;
+    node.thaw();
+    eventually("it is back", async || client.status(NAME).await.is_ok()).await;
+    assert_eq!(client.obstacle(NAME), None);
 }
 
 /// Who comes when the old master is dead and the new one not yet named waits for it, as those do who were there before.

@@ -123,7 +123,7 @@ async fn a_quarantine_is_prolonged_by_those_who_had_longer_leases() {
         let attempt = second.mutex(NAME).try_acquire().await;
         assert!(is_in_quarantine(&attempt), "{attempt:?}");
         let told = attempt.unwrap_err().to_string();
-        let span = told.split_once("for another ").and_then(|(_, rest)| rest.split_once(' ')).unwrap().0;
+        let span = told.split_once("for another ").and_then(|(_, rest)| rest.split_once(';')).unwrap().0;
         fencelock::parse_duration(span).unwrap() > Duration::from_secs(10)
     })
     .await;

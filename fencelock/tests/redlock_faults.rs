@@ -219,6 +219,32 @@ async fn a_majority_that_came_back_empty_is_waited_for() {
     assert_eq!(late.status("another").await.unwrap().obstacle, None);
 }
 
+/// A quarantine is waited for, nodes that are gone are not: not even if they were in quarantine before.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nodes_that_die_in_quarantine_are_not_waited_for() {
+    let mut nodes = Nodes::start(3);
+    let url = format!("{}?patience=1s&max_ttl=300s", nodes.url());
+    let client = connect(&*url).await.unwrap();
+    client.mutex(NAME).acquire().await.unwrap().release().await.unwrap();
+    for index in [1, 2] {
+        nodes.servers[index].kill();
+        nodes.servers[index].start_again();
+    }
+    let in_quarantine = async || client.status(NAME).await.is_ok_and(|seen| seen.obstacle.is_some());
+    eventually("the nodes are in quarantine", in_quarantine).await;
+    let mutex = client.mutex(NAME);
+    let waits = tokio::spawn(async move { mutex.acquire().await });
+    let took_part = || nodes.servers[1].calls(&["evalsha", "eval"]);
+    let before = took_part();
+    eventually("it waits", async || took_part() > before + 2).await;
+    assert!(!waits.is_finished());
+    for index in [1, 2] {
+        nodes.servers[index].kill();
+    }
+    let error = at_once("its patience ends", waits).await.unwrap().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+}
+
 /// Where nodes keep it in mind that they are no new set.
 const FOUNDED: &str = "fencelock:redlock:founded";
 

@@ -288,6 +288,10 @@ impl Ordered for EtcdStore {
     }
 
     async fn look(&self, claim: &Claim, place: &Place, after: Option<&Entry>) -> Result<Option<View>> {
+        // A waiter's questions show that its lease is in use. One that was given up may still be there, with the entry.
+        if self.sessions.get(place.session).is_none_or(|lease| !lease.is_alive()) {
+            return Ok(None);
+        }
         let line = self.line(&claim.name);
         let own = Span::just(&line.key(&place.key));
         let below = number(place.order);
@@ -305,8 +309,6 @@ impl Ordered for EtcdStore {
             }
             None => TxnRequest { compare: vec![created(own, below)], success: all, failure: Vec::new() },
         };
-        // A waiter's questions show that its lease is in use.
-        self.sessions.get(place.session);
         let answer: Answer<TxnResponse> = told(self.link.ask(TXN, &txn).await)?;
         let as_of = answer.body.header.as_ref().map_or(0, |header| header.revision);
         let [own, ahead @ ..] = answer.body.responses.as_slice() else { return Ok(None) };

@@ -53,7 +53,7 @@ impl Lease {
         if self.is_alive() { self.sent().after(self.length) } else { Moment::default() }
     }
 
-    fn is_alive(&self) -> bool {
+    pub(super) fn is_alive(&self) -> bool {
         !self.ended.load(Ordering::Acquire)
     }
 

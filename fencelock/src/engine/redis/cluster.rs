@@ -84,9 +84,13 @@ impl Cluster {
         map.slots.get(usize::from(slot)).and_then(|address| map.nodes.get(&**address)).map(Arc::clone)
     }
 
-    /// Why a slot cannot be asked for, if that is known.
+    /// Why a slot cannot be asked for, if that is known. While its server can be asked, it is no matter who tells of the others.
     pub(super) fn trouble(&self, slot: u16) -> Option<String> {
-        let of_node = self.known(slot).and_then(|node| node.link.trouble());
+        let node = self.known(slot);
+        if node.as_ref().is_some_and(|node| node.link.is_open()) {
+            return None;
+        }
+        let of_node = node.and_then(|node| node.link.trouble());
         of_node.or_else(|| self.trouble.lock().unwrap_or_else(PoisonError::into_inner).clone())
     }
 
@@ -177,7 +181,10 @@ impl Cluster {
                 break;
             }
         }
-        best.ok_or_else(|| Fault::of_several("no node of the cluster tells who serves what", without))
+        best.ok_or_else(|| {
+            let before = !self.map().nodes.is_empty();
+            Fault::of_several("no node of the cluster tells who serves what", without, before)
+        })
     }
 
     /// The nodes that are known, then the seeds. Others come first each time: no single one decides what is believed.

@@ -36,15 +36,17 @@ impl Fault {
         Self { error, broken: false, passing: true, no_script: false, refused: false, redirect: None }
     }
 
-    /// Several were asked, and none could help. If each of them says that it will not, whatever comes, it is no use to try again.
-    pub(super) fn of_several(text: impl Into<String>, answers: Vec<(String, Fault)>) -> Self {
-        let kind = answers.first().map(|(_, first)| first.error.kind());
-        let hopeless = |(_, fault): &(String, Fault)| !fault.passing && Some(fault.error.kind()) == kind;
-        let hopeless = answers.iter().all(hopeless);
-        let kind = kind.filter(|_| hopeless).unwrap_or(ErrorKind::Unavailable);
+    /// Several were asked, and none could help. If all of them refuse for the same reason, which is in the URL, it is no use to try again;
+    /// unless they did help `before`: then somebody is about to set them up anew.
+    pub(super) fn of_several(text: impl Into<String>, answers: Vec<(String, Fault)>, before: bool) -> Self {
+        let kind = answers.first().map_or(ErrorKind::Unavailable, |(_, first)| first.error.kind());
+        let same = |(_, fault): &(String, Fault)| !fault.passing && fault.error.kind() == kind;
+        let final_kind = matches!(kind, ErrorKind::Invalid | ErrorKind::Unsupported);
+        let hopeless = final_kind && !before && answers.iter().all(same);
+        let kind = if hopeless { kind } else { ErrorKind::Unavailable };
         let told: Vec<String> = answers.iter().map(|(whom, fault)| format!("{whom}: {}", fault.error)).collect();
         let fault = Self::passing(Error::new(kind, text).caused_by(told.join("; ")));
-        Self { passing: !hopeless || told.is_empty(), refused: hopeless, ..fault }
+        Self { passing: !hopeless, refused: hopeless, ..fault }
     }
 
     /// The server answers what nobody understands.

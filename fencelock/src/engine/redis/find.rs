@@ -97,9 +97,8 @@ impl Sentinel {
         let weight = |((epoch, address), votes): &((u64, Address), usize)| (*epoch, *votes, self.is_in_use(address));
         let newest = votes.into_iter().max_by_key(weight);
         newest.map(|((_, address), _)| address).ok_or_else(|| {
-            let fault = Fault::of_several(format!("no Sentinel tells who is the master {:?}", self.name), without);
-            // They did tell before: somebody is about to set them up anew.
-            Fault { passing: fault.passing || self.in_use().is_some(), ..fault }
+            let text = format!("no Sentinel tells who is the master {:?}", self.name);
+            Fault::of_several(text, without, self.in_use().is_some())
         })
     }
 

@@ -145,6 +145,10 @@ impl Link {
         self.open.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    pub(super) fn is_open(&self) -> bool {
+        self.current().is_some()
+    }
+
     /// For how long nothing is granted, and why; as far as the present connection tells.
     pub(super) fn quarantine(&self) -> Option<Quarantine> {
         self.current().and_then(|open| open.quarantine())

@@ -149,11 +149,11 @@ impl Candidate<'_> {
         let council = &self.engine.council;
         let now = Clock::Boot.now();
         let quarantine = council.quarantine().filter(|_| waits);
-        if let Some(left) = quarantine {
-            self.give_up = self.give_up.max(now.after(left + self.engine.patience));
+        if quarantine.is_some() {
+            self.give_up = self.give_up.max(now.after(self.engine.patience));
         }
-        // Waiting for a quarantine that outlasts the patience is no use.
-        let outlasts = |left: Duration| now.after(left) > self.give_up;
+        // For whoever has not, a quarantine that outlasts the patience is no use.
+        let outlasts = |left: Duration| !waits && now.after(left) > self.give_up;
         let out = council.nodes.iter().filter(|node| node.out().is_some_and(|(_, left)| outlasts(left))).count();
         if council.nodes.len() - out < council.majority || now >= self.give_up {
             return Err(council.too_few(&outcome.voices));

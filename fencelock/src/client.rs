@@ -233,7 +233,9 @@ impl Client {
                 Err(_) => {
                     let name = &request.claim.name;
                     let why = self.0.engine.obstacle(name);
-                    let why = why.as_deref().unwrap_or("somebody else holds it (see `fencelock status`)");
+                    let why = why.as_deref().unwrap_or("see `fencelock status` for who holds it");
+                    let span =
+                        Duration::from_millis(u64::try_from(span.as_micros().div_ceil(1_000)).unwrap_or(u64::MAX));
                     Err(told(Error::new(ErrorKind::Timeout, format!("not acquired within {span:?}; {why}"))))
                 }
             },

@@ -303,6 +303,30 @@ async fn few_rights_are_enough_and_all_of_them_are_needed() {
     }
 }
 
+/// The server grants, and what must follow is not allowed: that is told, once, and nothing stays behind until its lease ends.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_grant_that_cannot_be_confirmed_is_taken_back() {
+    let cluster = RedisCluster::start();
+    let server = &cluster.nodes[cluster.master_of(cluster.slot(NAME))];
+    let mutes = [("-wait", "?replicas=1"), ("-ssubscribe", "")];
+    for (number, (right, options)) in mutes.into_iter().enumerate() {
+        let user = format!("mute{number}");
+        for node in &cluster.nodes {
+            node.run(&["ACL", "SETUSER", &user, "on", ">secret", "~*", "&*", "+@all", right]);
+        }
+        let url = cluster.url(options).replace("://", &format!("://{user}:secret@"));
+        let client = connect(url).await.unwrap();
+        let claim = client.mutex(NAME).ttl(LONG);
+        told(&claim.acquire().await.unwrap_err(), ErrorKind::Invalid, "redis-ha.md");
+        assert!(!server.ask::<bool>(&["EXISTS", NAME]), "{right}");
+    }
+    // No other node has more replicas: nobody else is asked.
+    let client = connect(cluster.url("?replicas=5&timeout=200ms")).await.unwrap();
+    told(&client.mutex(NAME).acquire().await.unwrap_err(), ErrorKind::Unavailable, "only 1 of the 5 replicas");
+    assert_eq!(server.calls(&["wait"]), 1);
+    assert!(!server.ask::<bool>(&["EXISTS", NAME]));
+}
+
 /// The key of a lock holds something else: that lock cannot be used, all others can, also those of the same batch.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn other_data_under_the_name_spoils_only_that_lock() {
@@ -399,6 +423,7 @@ async fn sockets_and_tls_lead_to_the_same_locks() {
     let (untrusted, _) = server.tls_url().split_once('?').map(|(url, rest)| (url.to_owned(), rest.to_owned())).unwrap();
     let error = connect(untrusted).await.unwrap_err();
     told(&error, ErrorKind::Unavailable, "certificate");
+    told(&error, ErrorKind::Unavailable, "check ca=");
 }
 
 /// Databases of one server are separate.

@@ -149,6 +149,19 @@ async fn without_a_majority_the_error_names_every_node() {
     assert_eq!(at_once("it is told", guard.lost()).await, Loss::Deadline);
 }
 
+/// One server has one vote, under however many names.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_with_two_names_is_not_two_nodes() {
+    let nodes = Nodes::start(3);
+    let [one, two, _] = [0, 1, 2].map(|index| nodes.servers[index].port());
+    for options in ["", "?quarantine=off"] {
+        let error = connect(format!("redlock://127.0.0.1:{one},127.0.0.1:{two},localhost:{one}{options}")).await;
+        let error = error.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+        assert!(error.to_string().contains("the same server"), "{error}");
+    }
+}
+
 /// Whoever connects finds the same: too few nodes.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn connecting_without_a_majority_fails() {

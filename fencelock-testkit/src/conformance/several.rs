@@ -4,7 +4,7 @@ use super::{LONG, held_up, keeper_has_run};
 use crate::Subject;
 use crate::stepped::Stepped;
 use crate::wait::{at_once, line, until_free, until_line};
-use fencelock::{Client, ErrorKind, MIN_TTL, Owner};
+use fencelock::{Client, ErrorKind, Owner};
 use std::time::Duration;
 
 async fn all_free(client: &Client, names: &[&str]) {
@@ -139,8 +139,8 @@ pub async fn late_news_of_one_lock_is_not_taken_for_another(subject: &Subject) {
     let client = subject.client().await;
     let (late, go_on) = held_up(subject).await;
     let busy = client.mutex("b").ttl(LONG).acquire().await.unwrap();
-    // The waiter looks for itself when this short lease should have ended.
-    let first = client.mutex("a").ttl(MIN_TTL * 5).acquire().await.unwrap();
+    // The waiter looks for itself when this short lease should have ended. Not too short: it must not be lost on a busy machine.
+    let first = client.mutex("a").ttl(Duration::from_secs(2)).acquire().await.unwrap();
     let both = late.all(["a", "b"]).ttl(LONG).owner(Owner::random());
     let waiter = tokio::spawn(async move { both.acquire().await.map(drop) });
     until_line(&client, "a", 1, 1).await;

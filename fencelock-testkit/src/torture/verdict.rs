@@ -119,7 +119,8 @@ impl fmt::Display for Verdict {
             let order = if self.ordered { "first come first served, " } else { "" };
             return write!(f, "ok: one at a time, {order}tokens grow, all free at the end");
         }
-        write!(f, "{} VIOLATIONS", self.violations.len())?;
+        let count = self.violations.len();
+        write!(f, "{count} VIOLATION{}", if count == 1 { "" } else { "S" })?;
         for violation in self.violations.iter().take(IN_DETAIL) {
             write!(f, "\n  {violation}")?;
         }

@@ -190,7 +190,9 @@ pub(in crate::engine) fn tls(url: &mut Url) -> Result<Option<Arc<ClientConfig>>>
     };
     if !url.scheme.starts_with("rediss") {
         if ca.is_some() || client.is_some() {
-            return Err(Error::invalid("options ca, cert and key need TLS; write rediss://"));
+            return Err(Error::invalid(
+                "options ca, cert and key need TLS; write rediss in place of redis (redlocks of redlock) in the URL",
+            ));
         }
         return Ok(None);
     }

@@ -78,6 +78,7 @@ pub(super) fn told(fault: Fault) -> Error {
 /// Codes of our own: who answers is not what it was taken for.
 pub(super) const IS_SENTINEL: &str = "ISSENTINEL";
 pub(super) const NO_SENTINEL: &str = "NOSENTINEL";
+pub(super) const NO_TLS: &str = "NOTLS";
 
 /// `sent`: the request may have reached the server.
 pub(super) fn fault(error: RedisError, sent: bool) -> Fault {
@@ -167,7 +168,7 @@ fn with_code(code: &str) -> (ErrorKind, &'static str, bool) {
         "WRONGPASS" => (ErrorKind::Invalid, "the server refused user or password; check them in the URL", false),
         "NOPERM" => (
             ErrorKind::Invalid,
-            "the server's ACL does not let this user do it; docs/engines/redis.md lists the rights that are needed",
+            "the server's ACL does not let this user do it; docs/engines/redis.md and redis-ha.md list the rights that are needed",
             false,
         ),
         "NODB" => (
@@ -191,6 +192,11 @@ fn with_code(code: &str) -> (ErrorKind, &'static str, bool) {
             ErrorKind::Invalid,
             "this is no Sentinel but a server; Sentinels listen at port 26379 as a rule (without them, write redis://)",
             false,
+        ),
+        NO_TLS => (
+            ErrorKind::Unavailable,
+            "no TLS with the server; check ca=, cert= and key= in the URL, and that this port of the server is for TLS",
+            true,
         ),
         _ => (ErrorKind::Engine, "the server answered with an error", false),
     }

@@ -332,10 +332,16 @@ impl Link {
         open.wire.call(command).await.and_then(Value::extract_error).map_err(|error| self.failed(open, error))
     }
 
-    /// Sends something that has so many answers, and returns them.
-    pub(super) async fn send(&self, open: &Open, packed: &[u8], answers: usize) -> Result<Vec<Value>, Fault> {
+    /// Sends something that has so many answers, and returns them. Each of them may be an error of its own.
+    pub(super) async fn send(
+        &self,
+        open: &Open,
+        packed: &[u8],
+        answers: usize,
+    ) -> Result<Vec<Result<Value, Fault>>, Fault> {
         let values = answered(open.wire.send(packed, answers)).await.map_err(|error| self.failed(open, error))?;
-        values.into_iter().map(|value| value.extract_error().map_err(|error| self.failed(open, error))).collect()
+        let each = |value: Value| value.extract_error().map_err(|error| self.failed(open, error));
+        Ok(values.into_iter().map(each).collect())
     }
 
     fn failed(&self, open: &Open, error: RedisError) -> Fault {

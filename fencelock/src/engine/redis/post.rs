@@ -149,8 +149,8 @@ pub(super) struct Answer {
     pub(super) sent: Moment,
     /// An earlier attempt may have been carried out without our seeing the answer.
     pub(super) repeated: bool,
-    /// How many replicas have it, where that was asked for.
-    pub(super) replicas: Option<usize>,
+    /// Why it does not count although the server has done it: it goes back.
+    pub(super) void: Option<Arc<Fault>>,
 }
 
 pub(super) type Outcome = Result<Answer, Fault>;
@@ -304,8 +304,8 @@ impl Post {
     /// spoils its batch; then each is tried by itself.
     async fn deliver<O: Borrow<Op> + Sync>(&self, ops: &[O]) -> Vec<Outcome> {
         match self.call(ops).await {
-            Ok(answers) if self.rules.replicas == 0 => answers.into_iter().map(Ok).collect(),
-            Ok(answers) => self.replicated(ops, answers).await,
+            Ok(answers) if answers.iter().all(|answer| answer.void.is_none()) => answers.into_iter().map(Ok).collect(),
+            Ok(answers) => self.take_back(ops, answers).await,
             Err(fault) if ops.len() == 1 => vec![Err(fault)],
             Err(fault) if fault.refused => {
                 let mut outcomes = Vec::with_capacity(ops.len());
@@ -326,20 +326,18 @@ impl Post {
         Box::pin(self.deliver(std::slice::from_ref(op)))
     }
 
-    /// Takes back what too few replicas have.
-    async fn replicated<O: Borrow<Op>>(&self, ops: &[O], answers: Vec<Answer>) -> Vec<Outcome> {
-        let wanted = self.rules.replicas;
+    /// Takes back what does not count.
+    async fn take_back<O: Borrow<Op>>(&self, ops: &[O], answers: Vec<Answer>) -> Vec<Outcome> {
         let mut outcomes = Vec::with_capacity(answers.len());
         for (op, answer) in ops.iter().map(Borrow::borrow).zip(answers) {
-            let counts = answer.replicas.is_none_or(|have| have >= wanted);
-            outcomes.push(match answer.reply {
-                Reply::Held { token } if !counts => {
-                    let undo = Op { code: "r".into(), who: op.who.with_token(token), note: None, ..op.clone() };
+            outcomes.push(match (&answer.void, &answer.reply) {
+                (Some(why), Reply::Held { token }) => {
+                    let undo = Op { code: "r".into(), who: op.who.with_token(*token), note: None, ..op.clone() };
                     // If this fails as well, the lease ends by itself.
                     let _ = self.call(std::slice::from_ref(&undo)).await;
-                    Err(too_few(wanted, answer.replicas))
+                    Err(why.again())
                 }
-                Reply::Renewed(true) if !counts => Err(too_few(wanted, answer.replicas)),
+                (Some(why), Reply::Renewed(true)) => Err(why.again()),
                 _ => Ok(answer),
             });
         }
@@ -380,19 +378,43 @@ impl Post {
         }
         let sent = Clock::Boot.now();
         let values = self.link.send(&open, &packed, 1 + usize::from(replicas)).await;
-        if let Some(told) = listening {
-            self.link.listens(&open, groups.slot, told).await?;
-        }
-        let values = values?;
-        let (server, replies) = values.first().and_then(|value| read(value, groups)).ok_or_else(Fault::unreadable)?;
+        let deaf = match listening {
+            Some(told) => self.link.listens(&open, groups.slot, told).await.err(),
+            None => None,
+        };
+        let mut values = values?.into_iter();
+        let value = values.next().unwrap_or_else(|| Err(Fault::unreadable()))?;
+        let (server, replies) = read(&value, groups).ok_or_else(Fault::unreadable)?;
         if vouched && replies.iter().any(Reply::is_of_a_master) {
             open.heard(sent);
         }
         if server > 0 {
             self.link.server_time().note(sent, server);
         }
-        let replicas = values.get(1).and_then(number).map(|have| usize::try_from(have).unwrap_or(usize::MAX));
-        Ok(replies.into_iter().map(|reply| Answer { reply, sent, repeated, replicas }).collect())
+        // Who waits and hears nothing is not told of its turn.
+        let deaf = match deaf {
+            Some(deaf) if !replies.iter().any(|reply| matches!(reply, Reply::Held { .. })) => return Err(deaf),
+            deaf => deaf,
+        };
+        let void = deaf.or_else(|| values.next().and_then(|confirmed| self.too_few(confirmed))).map(Arc::new);
+        let answer = |reply| Answer { reply, sent, repeated, void: void.clone() };
+        Ok(replies.into_iter().map(answer).collect())
+    }
+
+    /// What is wrong with the answer to WAIT, if anything is.
+    fn too_few(&self, confirmed: Result<Value, Fault>) -> Option<Fault> {
+        let wanted = self.rules.replicas;
+        let have = match confirmed {
+            Ok(value) => number(&value).map_or(0, |have| usize::try_from(have).unwrap_or(usize::MAX)),
+            Err(fault) => return Some(fault),
+        };
+        let text = format!(
+            "only {have} of the {wanted} replicas that the URL asks for have confirmed it in time, so it does not count; are they \
+             running?"
+        );
+        // Not passing: no other server would have more of them.
+        let fault = Fault::passing(Error::new(ErrorKind::Unavailable, text));
+        (have < wanted).then_some(Fault { passing: false, ..fault })
     }
 
     /// Asks something that changes nothing, with repetitions.
@@ -612,17 +634,6 @@ impl Post {
 
 pub(super) fn millis(span: Duration) -> u64 {
     u64::try_from(span.as_millis()).unwrap_or(u64::MAX)
-}
-
-fn too_few(wanted: usize, have: Option<usize>) -> Fault {
-    Fault::passing(Error::new(
-        ErrorKind::Unavailable,
-        format!(
-            "only {} of the {wanted} replicas that the URL asks for have confirmed it in time, so it does not count and was \
-             taken back; are they running?",
-            have.unwrap_or(0)
-        ),
-    ))
 }
 
 /// The server's time, and the replies in the order of the operations.

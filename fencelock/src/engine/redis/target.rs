@@ -1,6 +1,6 @@
 //! A server to connect to.
 
-use super::fault::{IS_SENTINEL, NO_SENTINEL};
+use super::fault::{IS_SENTINEL, NO_SENTINEL, NO_TLS};
 use super::link::text;
 use super::wire::{Listener, Stream, Wire};
 use crate::{Error, Result};
@@ -78,7 +78,10 @@ impl Target {
                 let Some(tls) = &self.tls else { return Err(io::Error::other("TLS is not set up").into()) };
                 let name = ServerName::try_from(host.clone()).map_err(io::Error::other)?;
                 let stream = tcp(host, *port).await?;
-                Box::new(TlsConnector::from(Arc::clone(tls)).connect(name, stream).await?)
+                let stream = TlsConnector::from(Arc::clone(tls)).connect(name, stream).await;
+                Box::new(
+                    stream.map_err(|error| redis::make_extension_error(NO_TLS.to_owned(), Some(error.to_string())))?,
+                )
             }
             ConnectionAddr::Unix(path) => Box::new(UnixStream::connect(path).await?),
             _ => return Err((redis::ErrorKind::InvalidClientConfig, "this kind of address is not known").into()),

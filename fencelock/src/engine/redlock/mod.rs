@@ -209,15 +209,28 @@ impl RedlockEngine {
     async fn assemble(&self) -> Result<()> {
         // Every attempt ends by itself; a busy machine may need several answers for one.
         self.council.assembled(self.timeout * 4 + Duration::from_secs(5)).await;
-        let up = self.council.nodes.iter().filter(|node| node.down().is_none()).count();
-        if up >= self.council.majority {
+        let up: Vec<_> = self.council.nodes.iter().filter(|node| node.down().is_none()).collect();
+        for (at, node) in up.iter().enumerate() {
+            if let Some(other) =
+                up[..at].iter().find(|other| !node.run_id().is_empty() && other.run_id() == node.run_id())
+            {
+                return Err(Error::invalid(format!(
+                    "{} and {} are the same server; each node must be a server of its own",
+                    other.address, node.address
+                )));
+            }
+        }
+        if up.len() >= self.council.majority {
             return Ok(());
         }
         // A wrong password stays wrong: that is what the user must know.
         let hopeless = self.council.nodes.iter().find_map(|node| Some((&node.address, node.take_hopeless()?)));
         match hopeless {
             Some((address, error)) => Err(error.at_engine(&format!("redis://{address}"))),
-            None => Err(self.council.too_few(&[])),
+            None => {
+                let why = self.council.obstacle().unwrap_or_else(|| "too few nodes can be reached".to_owned());
+                Err(Error::new(ErrorKind::Unavailable, why))
+            }
         }
     }
 

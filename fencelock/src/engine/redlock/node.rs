@@ -94,6 +94,8 @@ struct State {
     down: Option<Arc<str>>,
     /// The first error that another attempt cannot mend.
     hopeless: Option<Error>,
+    /// The process that was last connected to.
+    run_id: String,
     connection: Option<Wire>,
     trust: Trust,
     /// As the node itself said lately.
@@ -129,6 +131,7 @@ impl Node {
         let state = State {
             down: Some(UNTRIED.into()),
             hopeless: None,
+            run_id: String::new(),
             connection: None,
             trust: Trust::Full,
             out: None,
@@ -159,6 +162,10 @@ impl Node {
 
     pub(super) fn can_vote(&self) -> bool {
         self.down().is_none() && self.out().is_none()
+    }
+
+    pub(super) fn run_id(&self) -> String {
+        self.state().run_id.clone()
     }
 
     pub(super) fn take_hopeless(&self) -> Option<Error> {
@@ -288,6 +295,10 @@ impl Node {
     fn note_down(&self, error: Error) {
         let mut state = self.state();
         state.connection = None;
+        // Once: it is tried again all the time.
+        if state.down.as_deref().is_none_or(|why| why == UNTRIED) {
+            tracing::warn!(node = %self.address, "the node cannot be used: {error}");
+        }
         state.down = Some(error.to_string().into());
         if matches!(error.kind(), crate::ErrorKind::Invalid | crate::ErrorKind::Unsupported) {
             state.hopeless.get_or_insert(error);
@@ -368,7 +379,11 @@ impl Node {
             Ok::<_, RedisError>((connection, intro))
         };
         let (connection, intro) = introduce.await.map_err(|error| explain(error, false))?;
-        self.state().connection = Some(connection.clone());
+        {
+            let mut state = self.state();
+            state.connection = Some(connection.clone());
+            state.run_id.clone_from(&intro.run_id);
+        }
         let council = council.upgrade();
         if let Some(council) = &council {
             council.introduced(self.index, intro).await;

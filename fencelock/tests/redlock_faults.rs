@@ -149,6 +149,23 @@ async fn without_a_majority_the_error_names_every_node() {
     assert_eq!(at_once("it is told", guard.lost()).await, Loss::Deadline);
 }
 
+/// Most nodes refuse for good, and one has granted before that was known: it is given back there, not left until its lease ends.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_most_nodes_refuse_is_given_back_by_the_others() {
+    let nodes = Nodes::start(3);
+    for server in &nodes.servers[..2] {
+        server.run(&["RPUSH", NAME, "precious"]);
+    }
+    let client = connect(nodes.url()).await.unwrap();
+    for wait in [false, true] {
+        let mutex = client.mutex(NAME).ttl(LONG);
+        let error = if wait { mutex.acquire().await.map(Some) } else { mutex.try_acquire().await }.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+        assert!(error.to_string().contains("other data"), "{error}");
+        eventually("it is given back", async || !nodes.servers[2].ask::<bool>(&["EXISTS", NAME])).await;
+    }
+}
+
 /// One server has one vote, under however many names.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_with_two_names_is_not_two_nodes() {

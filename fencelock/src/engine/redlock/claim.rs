@@ -127,6 +127,8 @@ impl Candidate<'_> {
             }
             self.learn(&outcome);
             if let Some(error) = final_answer(&outcome) {
+                // Others may have granted it.
+                self.step_back();
                 return Err(error);
             }
             match self.find(&outcome) {
@@ -242,6 +244,8 @@ impl Candidate<'_> {
             }
             self.learn(&outcome);
             if let Some(error) = final_answer(&outcome) {
+                // Others may have granted it.
+                self.step_back();
                 return Err(error);
             }
             let look = match self.find(&outcome) {

@@ -347,6 +347,11 @@ fn refused(outcome: &Outcome) -> Option<Error> {
         Answer::Refused(why) if why.contains("WRONGTYPE") => {
             Some(Error::invalid("the key of this name holds other data on a node; choose another name for the lock"))
         }
+        Answer::Refused(why) if why.contains("NOPERM") || why.contains("The user executing the script can't") => {
+            let text =
+                "a node's ACL does not let this user do it; docs/engines/redlock.md lists the rights that are needed";
+            Some(Error::invalid(text).caused_by(why.to_string()))
+        }
         Answer::Refused(why) => Some(Error::new(ErrorKind::Engine, format!("a node refused it: {why}"))),
         _ => None,
     })

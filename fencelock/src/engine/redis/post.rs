@@ -391,9 +391,11 @@ impl Post {
         if server > 0 {
             self.link.server_time().note(sent, server);
         }
-        // Who waits and hears nothing is not told of its turn.
+        // Who waits and hears nothing is not told of its turn. It is asked again, unless that is refused; then nothing may be held by it.
         let deaf = match deaf {
-            Some(deaf) if !replies.iter().any(|reply| matches!(reply, Reply::Held { .. })) => return Err(deaf),
+            Some(deaf) if !deaf.refused || !replies.iter().any(|reply| matches!(reply, Reply::Held { .. })) => {
+                return Err(deaf);
+            }
             deaf => deaf,
         };
         let void = deaf.or_else(|| values.next().and_then(|confirmed| self.too_few(confirmed))).map(Arc::new);
